@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import signal
+import subprocess
 import sys
 from typing import Any, NamedTuple
 
@@ -51,6 +52,14 @@ def gpt2block(*arguments: object, stdin: bytes | None = None) -> Ended:
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:  # `serve` installs its own handlers
                 signal.signal(number, handler)
+
+
+def python(
+    code: str, *arguments: object, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a new process; return its exit code and outputs."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=check, **options)
 
 
 def printed(*arguments: object) -> str:

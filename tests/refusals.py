@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,16 @@ import pytest
 
 from gpt2block import CheckpointError
 from gpt2block.files.checkpoints import Checkpoint, TensorSource
+
+TABLES = Path(__file__).parent / "golden" / "refused.txt"
+
+
+def cases(name: str) -> list[Any]:
+    """Return the rows of a table of golden/refused.txt as cases: values, and words of the error."""
+    table = re.search(rf"(?m)^= {re.escape(name)}\n((?:.+\n)*)", TABLES.read_text("utf-8"))
+    assert table, name
+    rows = [line.split(" | ") for line in table[1].splitlines()]
+    return [pytest.param(*map(json.loads, values), words, id=words) for *values, words in rows]
 
 
 def refused(name: str | Path, *words: str, read: Callable[[Any], Any] = Checkpoint.open) -> str:

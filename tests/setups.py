@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from gpt2block import emulator, errors
-from gpt2block.apps.cli import generate, score
+from gpt2block.apps.cli import chat, generate, score
 from gpt2block.apps.profiling import runs
 from gpt2block.cuda import doctor
 from gpt2block.cuda.formats import USUAL
@@ -34,7 +34,7 @@ from gpt2block.files.tokenizers.tokenizer import from_path
 from gpt2block.judge import on_cpu
 from gpt2block.judge.templates import template
 from gpt2block.ops.registry import find
-from tests.markov import MarkovEngine, byte_encoding, cycle
+from tests.markov import LINES, MarkovEngine, byte_encoding, cycle
 
 VARIES = [
     (re.compile(pattern), instead)
@@ -46,7 +46,8 @@ VARIES = [
         (r"/tmp\w{8}\b", "/TEMPORARY"),
         (r"\b\d+ instructions,", "N instructions,"),  # depends on NVRTC
         (r"\b[\d,]+\.\d+ s\b", "TIME s"),
-        (r"\b[\d,.]+ tokens/s", "RATE tokens/s"),
+        (r"\b[\d,.]+ (tokens|texts)/s", r"RATE \1/s"),
+        (r"-?\d[\d.e-]* \(0x[\da-f]{8}\)", "NUMBER"),  # a log-probability with its bits
         (r", RATE tokens/s(?=, first after)", ""),
         (r"CPU \(\w+\), NumPy [\d.]+", "CPU, NumPy"),
         (r'("(?:ms|seconds\w*|tokens_per_second)": )[\d.e+-]+', r"\1TIME"),
@@ -182,6 +183,14 @@ class Setup:
         for module in (generate, score):
             self.patch.setattr(module, "load_model", load)
         return engine, asked
+
+    def talk(self, *_: str) -> None:
+        """Replace the model of `chat` by a table with a template: after a byte comes the next."""
+        made: Any = SimpleNamespace(
+            engine=MarkovEngine(cycle(257)), name="a table", dtypes="float32", device="no device",
+            chat_template=LINES, chat_sampling={"temperature": 0.2, "top_p": 0.9},
+        )  # fmt: skip
+        self.patch.setattr(chat, "load_model", lambda options, hint: (made, byte_encoding()))
 
     def machine(self, facts: str, _: str = "") -> NVRTC:
         """Replace CuPy, NVRTC and the driver by working ones, except for these facts."""

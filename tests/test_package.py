@@ -16,6 +16,7 @@ import pytest
 
 from gpt2block.cuda import kernels
 from gpt2block.files.checkpoints import BUNDLED_NAMES
+from tests.command_line import python
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="building the wheel needs hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(folder)], check=True, cwd=ROOT)
+    python(build, folder, check=True, cwd=ROOT)
     return next(folder.glob("*.whl"))
 
 
@@ -147,8 +148,7 @@ except gpt2block.DeviceError as error: print(error)
 
 def test_every_module_imports_without_cupy_and_network() -> None:
     """Public operations are functions, although most have a module of the same name."""
-    command = [sys.executable, "-c", IMPORTS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python(IMPORTS)
     assert done.returncode == 0, done.stderr
     assert "CuPy cannot be imported" in done.stdout
     assert "`gpt2block check`" in done.stdout

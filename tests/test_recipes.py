@@ -22,18 +22,7 @@ from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.ops.operation import Operation, Workload, as_stated
 from gpt2block.sampling import Sampling
 
-TWICE = """// y = 2 x for n numbers.
-//
-//   twice_kernel: one thread per element.
-
-// launch: grid=ceil(n / block) block=256
-extern "C" __global__ void twice_kernel(const float* x,  // (n,)
-                                        float* y,        // (n,)
-                                        int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = 2.0f * x[i];
-}
-"""
+TWICE = Path(__file__).parent / "corpus" / "kernels" / "twice.cu"
 
 
 @takes("x f32 N -> y f32 N")
@@ -46,7 +35,7 @@ def twice(x: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function of the reference, a file of kernels_cu, and an operation with one variant."""
     folder = shutil.copytree(kernels.SOURCE_DIR, tmp_path / "kernels_cu")
-    (folder / "elementwise" / "twice.cu").write_text(TWICE, encoding="utf-8")
+    shutil.copy(TWICE, folder / "elementwise")
     monkeypatch.setattr(kernels, "SOURCE_DIR", folder)
     contract = twice.contract  # type: ignore[attr-defined]
     monkeypatch.setattr(reference, "CONTRACTS", {**reference.CONTRACTS, "twice": contract})

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gpt2block
+from tests.engine import test_explain_page as explain_page
 
 ROOT = Path(__file__).parent.parent
 FIRST = {  # words → the page that a search finds first
@@ -49,22 +48,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert "model.GPT2.__call__" in ids
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip("needs chromium and chromedriver")
-    from selenium.webdriver.chrome.service import Service  # noqa: PLC0415
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    found = webdriver.Chrome(options=options, service=Service(driver))
-    found.implicitly_wait(10)
-    yield found
-    found.quit()
+in_browser, browser = explain_page.pytestmark, explain_page.browser  # a mark, a fixture
 
 
 def first_result(browser: Any, words: str) -> str:
@@ -72,10 +56,12 @@ def first_result(browser: Any, words: str) -> str:
     field = browser.find_element("css selector", ".md-search__input")
     browser.execute_script("arguments[0].focus()", field)
     field.send_keys(words)
+    browser.implicitly_wait(10)
     link = browser.find_element("css selector", ".md-search-result__item > a")
     return str(link.get_attribute("href")).partition("?")[0]
 
 
+@in_browser
 def test_the_site_works_from_disk(browser: Any, site: Path) -> None:
     """A search finds the right page, and nothing is loaded from the network."""
     for words, page in FIRST.items():
@@ -86,6 +72,7 @@ def test_the_site_works_from_disk(browser: Any, site: Path) -> None:
         assert [name for name in loaded if not name.startswith((site.as_uri(), "data:"))] == []
 
 
+@in_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_page_is_wider_than_the_screen(browser: Any, site: Path, width: int) -> None:
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}

@@ -26,49 +26,8 @@ rows: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 count: int
 model = gpt2block.from_pretrained()
 """
-TYPES = {  # expression → its type
-    'model.generate("a")': "Generation",
-    'model.generate("a", temperature=0.5, seed=7)': "Generation",
-    'model.generate("a", samples=1)': "Generation",
-    "model.generate(ids)": "Generation",
-    'model.generate(["a"])': "list[Generation]",
-    "model.generate(rows)": "list[Generation]",
-    "model.generate([ids, ids])": "list[Generation]",
-    'model.generate("a", samples=2)': "list[Generation]",
-    'model.generate("a", samples=count)': "list[Generation]",
-    'model.generate(["a"], samples=2)': "list[list[Generation]]",
-    'next(model.stream("a"))': "str",
-    'model.score("a")': "Score",
-    "model.score(ids, stride=3).tokens[0]": "ScoredToken",
-    'model.score(["a", "b"])': "list[Score]",
-    'model.embed("a")': "Floats",
-    'model.embed(["a", "b"])': "Floats",
-    "model(ids)": "Floats",
-    "model(rows)": "Floats",
-    "model([ids], last=True)": "Floats",
-    "model([ids])": "Floats | list[Floats]",
-    "model.hidden_states(ids)": "Floats",
-    "model.compare(ids)": "Comparisons",
-    "model.compare(ids)[0]": "Comparison",
-    'model.logit_lens("a")': "LogitLens",
-    'model.explain("a")': "Page",
-    "model.new_cache()": "KVCache",
-    'GPT2.from_pretrained("a").config': "GPT2Config",
-    "gpt2block.files.checkpoints.Checkpoint.open('a')": "Checkpoint",
-    "gpt2block.cuda.doctor.version()": "str",
-    "gpt2block.emulator.__name__": "str",
-    "abs(2 * gpt2block.ops.gelu(gpt2block.cuda.cupy.zeros(3)) - 1).max()": "Any",
-}
-WRONG = {  # line → its error
-    "from gpt2block import GTP2": '"GTP2"',
-    "gpt2block.nothing": '"nothing"',
-    'model.generate("a", max_tokens=3)': "generate",
-    "model.generate(5)": "generate",
-    "model([0.5])": "list-item",
-    'model.embed("a", pooling="max")': "Literal",
-}
-
-
+RIGHT_AND_WRONG = (ROOT / "tests" / "golden" / "types.txt").read_text("utf-8").split("# wrong\n")
+TYPES, WRONG = (dict(re.findall("(?m)^(.*) -> (.*)$", part)) for part in RIGHT_AND_WRONG)
 CHECKS = [f"assert_type({code}, {expected})" for code, expected in TYPES.items()]
 
 

@@ -7,8 +7,6 @@ import io
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,40 +21,7 @@ from gpt2block.apps.cli.block import BlockReport, _print_report, _sequences
 from gpt2block.cuda import requests
 from gpt2block.emulator.ptx import cache
 from gpt2block.engine import threads
-from tests.command_line import gpt2block, printed
-
-TEN = ["ln1", "qkv", "attn", "proj", "x1", "ln2", "ff1", "gelu", "ff2", "output"]
-
-
-def assert_ten_steps(lines: list[str]) -> None:
-    """Assert that the table of a bundled model's block has all steps, with float32 errors."""
-    rows = [line.split() for line in lines]
-    steps = [row for row in rows if row and row[0] in TEN]
-    assert [row[0] for row in steps] == TEN
-    assert steps[1][1:3] == ["reference.matmul_bias", "256x768"]
-    assert [len(row) for row in steps] == [8] * 10
-    assert all(0 < float(value) < 1e-4 for row in steps for value in row[4:])
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals of POSIX")
-def test_a_terminal_of_80_columns_shows_every_number() -> None:
-    main, terminal = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gpt2block", "block", "--device", "cpu"],
-        stdout=terminal,
-        env={**os.environ, "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"},
-    )
-    os.close(terminal)
-    out = b""
-    with contextlib.suppress(OSError):  # raised at the end on Linux
-        while piece := os.read(main, 4096):
-            out += piece
-    os.close(main)
-    assert process.wait() == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).splitlines()
-    assert_ten_steps(lines)
-    assert max(map(len, lines)) <= 80
-    assert not [line for line in lines if "…" in line and not line.startswith("input")]
+from tests.command_line import gpt2block, printed, python
 
 
 def test_threads_are_set_before_numpy_is_imported() -> None:
@@ -65,21 +30,32 @@ def test_threads_are_set_before_numpy_is_imported() -> None:
         "name = 'OPENBLAS_NUM_THREADS'; "
         "atexit.register(lambda: print(os.environ[name], 'numpy' in sys.modules)); main()"
     )
-    words = ["generate", "KING", "--max-new-tokens", "1", "--device", "cpu", "--threads=3"]
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n3 True\n")
+    words = ["generate", "KING", "--model", "./missing", "--threads=3"]
+    done = python(code, *words)
+    assert (done.stdout, done.returncode) == ("3 True\n", 2)
 
 
-@pytest.mark.parametrize("words", [["--version"], ["kernels", "add", "--mine", "missing.cu"]])
-def test_a_command_does_not_import_models_and_other_commands(words: list[str]) -> None:
-    code = "import atexit, sys; from gpt2block.apps.cli import main; "
-    code += "atexit.register(lambda: print(*sys.modules)); main()"
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    slow = ("checkpoints", "model", "block", "cli.model", "cli.generate", "explain")
-    assert not {f"gpt2block.{name}" for name in slow} & {*done.stdout.split()}
-    assert "gpt2block.apps.cli.app" in done.stdout.split()
+def test_a_command_imports_what_it_needs() -> None:
+    code = """
+import sys
+from gpt2block.apps.cli import main
+for words in (["--version"], ["kernels", "add", "--mine", "x.cu"], ["generate", "--help"]):
+    try: main(words)
+    except SystemExit: print("MODULES", *sys.modules)
+import gpt2block.cuda.doctor, gpt2block.cuda.kernels
+print("cupy" in sys.modules)
+"""
+    done = python(code, check=True)
+    version, kernels, generate = (
+        {*each.split()} for each in re.findall("(?m)^MODULES (.*)", done.stdout)
+    )
+    assert "gpt2block.apps.cli.app" in version
+    assert not {"gpt2block.files.checkpoints", "gpt2block.engine.model"} & version
+    assert not {"gpt2block.engine.generation", "gpt2block.apps.cli.generate"} & kernels
+    assert done.stdout.endswith("\nFalse\n")
+    slow = "engine.numpy.model", "engine.generation.generate", "engine.generation.scoring"
+    assert "gpt2block.apps.cli.generate" in generate
+    assert not {"cupy", "huggingface_hub", *(f"gpt2block.{name}" for name in slow)} & generate
 
 
 def test_one_thread_is_advised_once_before_the_text_if_products_are_slow(
@@ -209,15 +185,19 @@ def test_no_command_shows_the_help() -> None:
         assert "Commands" in ended.out
 
 
-@pytest.mark.parametrize(("columns", "width"), [("70", 70), ("200", 200), ("0", 120), ("x", 120)])
-def test_piped_tables_have_the_width_that_columns_states(
-    columns: str, width: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("columns", "terminal", "width"),
+    [("70", False, 70), ("200", False, 200), ("0", False, 120), ("x", False, 120),
+     ("", False, 120), ("", True, 63), ("80", True, 80)],
+)  # fmt: skip
+def test_tables_have_the_width_of_columns_or_of_the_terminal(
+    columns: str, terminal: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("os.get_terminal_size", lambda *_: os.terminal_size((63, 20)))
+    monkeypatch.setattr("sys.stdout", Terminal() if terminal else io.StringIO())
     assert display.console().width == width
-    monkeypatch.delenv("COLUMNS")
-    assert display.console().width == 120
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from gpt2block.cuda import doctor
+from tests.devices import slow
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -78,7 +79,7 @@ def interrupted(launcher: str, arguments: list[str], after: float) -> tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("launcher", "after"), [("module", 0), ("module", 0.1), ("console script", 0.05)]
+    ("launcher", "after"), [slow("module", 0), slow("module", 0.1), ("console script", 0.05)]
 )
 def test_ctrl_c_during_the_imports_is_quiet(launcher: str, after: float) -> None:
     code, out, err = interrupted(launcher, COMMANDS["endless"], after)
@@ -87,8 +88,8 @@ def test_ctrl_c_during_the_imports_is_quiet(launcher: str, after: float) -> None
 
 @pytest.mark.parametrize(
     ("name", "after"),
-    [("score", 0.2), ("score", 0.5), ("score", 0.8), ("score", 1.0), ("block", 0.3),
-     ("block", 0.6), ("check", 0.4), ("check", 0.7)],
+    [slow("score", 0.2), ("score", 0.5), slow("score", 0.8), slow("score", 1.0),
+     slow("block", 0.3), ("block", 0.6), ("check", 0.4), slow("check", 0.7)],
 )  # fmt: skip
 def test_ctrl_c_at_any_time_leaves_no_traceback(name: str, after: float) -> None:
     code, _, err = interrupted("module", COMMANDS[name], after)
@@ -102,6 +103,7 @@ def test_ctrl_c_at_any_time_leaves_no_traceback(name: str, after: float) -> None
 LONG_PROGRAM = """
 import os
 from gpt2block.cuda import doctor
+from tests.devices import slow
 doctor.PROGRAM += "".join(f"__device__ int f{i}(int x) {{ return x + {i}; }}" for i in range(8000))
 compile_log = doctor.compile_log
 def announced(*arguments):
@@ -111,7 +113,7 @@ doctor.compile_log = announced
 """
 
 
-@pytest.mark.parametrize("after", [0.05, 0.2])
+@pytest.mark.parametrize("after", [slow(0.05), 0.2])
 def test_ctrl_c_while_nvrtc_compiles_is_quiet(after: float) -> None:
     """NVRTC's own handler of SIGINT would exit with 4, or crash in another thread."""
     pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC")
@@ -149,10 +151,8 @@ def test_what_comes_before_main_is_little() -> None:
         "import sys; before = {*sys.modules}\n"
         "import gpt2block, gpt2block.apps.cli; print(*sorted({*sys.modules} - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        capture_output=True, text=True, check=True, env=ENVIRONMENT,
-    )  # fmt: skip
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     loaded = done.stdout.split()
     assert [name for name in loaded if name.startswith("gpt2block")] == [
         "gpt2block",

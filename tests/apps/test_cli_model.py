@@ -5,8 +5,6 @@ What they print is in tests/golden/commands/generate.txt.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.sampling import DEFAULT_TEMPERATURE
 from tests.command_line import gpt2block
 from tests.setups import Setup
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_options_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -89,19 +85,6 @@ def test_memory_of_each_dtype() -> None:
     more_tokens = replace(checkpoint.config, vocab_size=300)  # more than channels
     added = 44 * (256 + 4)  # rows of wte, and their scales
     assert weight_bytes(more_tokens, Formats("float8_e4m3fn")) == matrices + rest + scales + added
-
-
-def test_help_imports_nothing_slow() -> None:
-    code = (
-        "import sys\n"
-        "from gpt2block.apps.cli import main\n"
-        "slow = 'mine', 'run.numpy_model', 'text.generation', 'text.scoring'\n"
-        "slow = 'cupy', 'huggingface_hub', *(f'gpt2block.{name}' for name in slow)\n"
-        "try: main(['generate', '--help'])\n"
-        "finally: print([name for name in slow if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT)
-    assert done.stdout.decode().splitlines()[-1] == "[]"
 
 
 def test_the_rate_counts_what_came_after_the_first_step() -> None:

@@ -31,19 +31,7 @@ ANSWERS = tiktoken.Encoding(
     "answers", pat_str="(?s:.+)", mergeable_ranks=RANKS, special_tokens=SPECIAL
 )
 # The prompt in the model card of Qwen3-Reranker
-PROMPT = """<|im_start|>system
-Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
-Note that the answer can only be "yes" or "no".<|im_end|>
-<|im_start|>user
-<Instruct>: {}
-<Query>: {}
-<Document>: {}<|im_end|>
-<|im_start|>assistant
-<think>
-
-</think>
-
-"""
+PROMPT = (Path(__file__).parents[1] / "golden" / "reranker.txt").read_text("utf-8")
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -228,21 +216,3 @@ def test_rerank(judge: Running, path: str) -> None:
     (alone,) = post(judge, path, own)[1]["results"]
     task = expected_score(judge, "The sun", "capital", "Find it.")
     assert alone["relevance_score"] == pytest.approx(task, rel=1e-5)
-
-
-def test_names_of_special_tokens_in_a_document_are_text(judge: Running) -> None:
-    name = "<|im_end|>"
-    counts = [post(judge, RERANK, {"query": "x", "documents": [text]})[1]["usage"]["total_tokens"]
-              for text in ("y", "y" + name, "yy")]  # fmt: skip
-    assert counts[1] - counts[0] == len(name)
-    assert counts[2] - counts[0] == 1
-
-
-def test_a_document_that_is_too_long(judge: Running) -> None:
-    for fields, words in (
-        ({"query": "x", "documents": ["a", "b" * 300]}, "documents.1: 600 tokens"),
-        ({"query": "x" * 600, "documents": ["a"]}, "documents: 900 tokens"),
-    ):
-        status, found = post(judge, RERANK, fields)
-        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
-        assert words in found["error"]["message"]

@@ -22,6 +22,7 @@ from gpt2block import from_pretrained
 from gpt2block.apps.serve.protocol import SampledRequest
 from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.generation.options import Options
+from tests.apps import test_serve_embeddings as embeddings
 from tests.exchanges import (
     ABSENT,
     COMPLETION,
@@ -87,6 +88,7 @@ MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "end-after-b": lambda: (model_of(ending(ord("b"), ord("c"))), BYTES),
     "shakespeare": shakespeare,
     "scripted": scripted,
+    "judge": lambda: (model_of(embeddings.JUDGE.engine), embeddings.ANSWERS),
 }
 
 
@@ -241,58 +243,3 @@ def test_a_round_of_openai(hermes: Running) -> None:
         result = {"role": "tool", "tool_call_id": made.id, "content": "20"}
         found = create(messages=[*HELLO, message.model_dump(), result], **asked).choices[0]
     assert (found.message.content, found.message.tool_calls) == (WARM, None)
-
-
-def test_a_round_of_langchain(hermes: Running) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    tools = pytest.importorskip("langchain_core.tools", reason="langchain-core is not installed")
-
-    def of_city(city: str) -> str:
-        """Return the weather of a city."""
-        return f"20 in {city}"
-
-    weather = tools.tool("weather")(of_city)
-    ANSWERS.extend([CALL, WARM, CALL])
-    model = langchain.ChatOpenAI(model="small", base_url=f"{hermes.url}/v1", api_key="x")
-    asking, messages = model.bind_tools([weather]), [("user", "How warm is it?")]
-    message = asking.invoke(messages)
-    called = [(each["name"], each["args"]) for each in message.tool_calls]
-    assert called == [("weather", {"city": "Paris"})]
-    result = weather.invoke(message.tool_calls[0])
-    assert asking.invoke([*messages, message, result]).content == WARM
-    whole = None
-    for chunk in asking.stream(messages):
-        whole = chunk if whole is None else whole + chunk
-    assert whole is not None
-    assert whole.tool_calls[0]["args"] == {"city": "Paris"}
-
-
-def test_a_round_of_pydantic_ai(hermes: Running) -> None:
-    ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
-    ANSWERS.extend([CALL, WARM])
-    provider = providers.OpenAIProvider(base_url=f"{hermes.url}/v1", api_key="x")
-    agent, asked = ai.Agent(models.OpenAIChatModel("small", provider=provider)), []
-
-    def weather(city: str) -> str:
-        """Return the weather of a city."""
-        asked.append(city)
-        return "20"
-
-    agent.tool_plain(weather)
-    assert agent.run_sync("How warm is it?").output == WARM
-    assert asked == ["Paris"]
-
-
-@pytest.mark.parametrize("mode", ["TOOLS", "RESPONSES_TOOLS"])
-def test_an_object_of_instructor(hermes: Running, mode: str) -> None:
-    instructor = pytest.importorskip("instructor", reason="instructor is not installed")
-    pydantic = pytest.importorskip("pydantic")
-    Weather = pydantic.create_model("weather", city=(str, ...))
-    ANSWERS.extend([CALL])
-    made = instructor.from_openai(client_of(hermes), mode=getattr(instructor.Mode, mode))
-    create = made.chat.completions.create
-    found = create(model="small", messages=HELLO, response_model=Weather, max_retries=0)
-    assert found.city == "Paris"
-    assert "start: begin body\n" in str(RULES[-1])

@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ from tests import serving as serving_
 from tests.apps import test_serve, test_serve_clients, test_serve_play
 from tests.apps.test_serve import command
 from tests.apps.test_serve_exchanges import TABLE, check
+from tests.command_line import python
 from tests.exchanges import COMPLETION, Exchange
 from tests.markov import MarkovEngine, cycle
 from tests.serving import Running, Slow, eventually, exchanged, get, model_of, post, serving
@@ -32,9 +32,8 @@ openai = pytest.importorskip("openai", reason="openai, a client, is not installe
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has one process")
 
-# Tests that depend on whether another process handles HTTP
+# A test that depends on whether another process handles HTTP
 test_the_client = test_serve.test_the_client
-test_health_tells_how_far_the_start_is = test_serve.test_health_tells_how_far_the_start_is
 model = test_serve.model  # a fixture
 
 
@@ -46,6 +45,7 @@ class TestFurther:
     test_pass = staticmethod(
         test_serve_play.test_a_pass_is_explained_at_an_address_that_none_can_guess
     )
+    test_health = staticmethod(test_serve.test_health_tells_how_far_the_start_is)
     test_failure = staticmethod(test_serve.test_an_engine_that_fails_ends_the_server)
 
 
@@ -62,7 +62,7 @@ def two_processes(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server(model: Any) -> Iterator[Running]:
-    with serving(model, names=test_serve.NAMES, rows=8, queue=256, processes=2) as running:
+    with serving(model, names=test_serve.NAMES, rows=8, queue=256, processes=1) as running:
         yield running
 
 
@@ -77,6 +77,7 @@ def test_a_client_that_goes() -> None:
     test_serve.test_a_client_that_goes_frees_its_slots(True, 1000)
 
 
+@pytest.mark.slow
 def test_passes_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     test_serve.test_passes_end_with_their_request(model, monkeypatch, *test_serve.PASSES[0], None)
 
@@ -151,6 +152,7 @@ def test_a_process_for_http_ends_with_the_engines_process(caplog: pytest.LogCapt
     assert caplog.messages == ["a process for HTTP has ended with code 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_an_engine_that_is_killed_ends_all() -> None:
@@ -181,7 +183,7 @@ def test_connections_of_all_processes_are_limited() -> None:
         eventually(lambda: get(running, "/version")[0] == 200)
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, 1])
 def test_tokens_after_a_stop_string_do_not_count(processes: int) -> None:
     """Tokens after a stop string are dropped, and a metric counts them."""
     body = {"prompt": "a", "max_tokens": 100, "temperature": 0, "stop": "d", "n": 2}
@@ -206,8 +208,7 @@ def test_processes_have_no_gpu_and_no_weights() -> None:
         "in ('cupy', 'gpt2block.engine.cuda.model', 'gpt2block.engine.numpy.model', "
         "'gpt2block.model')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python(code, check=True).stdout.strip() == "[]"
 
 
 def test_items_cross_in_order() -> None:

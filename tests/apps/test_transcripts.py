@@ -17,6 +17,8 @@ replaced (tests/setups.py::VARIES); numbers with two digits after the point may 
 This writes what the commands print now to the files, for blocks that -k chooses:
 
     GPT2BLOCK_WRITE_TRANSCRIPTS=1 pytest -n0 tests/apps/test_transcripts.py
+
+Blocks of a file NAME-slow.txt run only with --slow: they start many processes.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.command_line import Ended, gpt2block
+from tests.devices import slow
 from tests.setups import VARIES, Setup, unescaped
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +139,11 @@ def shown(ended: Ended, folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.file.stem}: {block.title}")
+@pytest.mark.parametrize(
+    "block",
+    [slow(each) if each.file.stem.endswith("-slow") else each for each in blocks()],
+    ids=lambda block: f"{block.file.stem}: {block.title}",
+)
 def test_a_transcript(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     setup, now, before = Setup(monkeypatch, tmp_path), [f"# {block.title}"], block.text.rstrip("\n")

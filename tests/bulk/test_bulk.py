@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2block import GPT2, CheckpointError, InputError
+from gpt2block import GPT2, InputError
 from gpt2block.bulk import Predictor, record_seed, records, shards
 from gpt2block.bulk import job as job_module
 from gpt2block.bulk.job import Job
@@ -25,8 +23,8 @@ from gpt2block.bulk.records import ChangedError, Record
 from gpt2block.bulk.tasks import Problem
 from gpt2block.cuda.formats import FormatOptions
 from gpt2block.engine.model import in_groups
-from tests.command_line import gpt2block
 from tests.markov import MarkovEngine, cycle
+from tests.refusals import cases
 
 TEXTS = ["O Romeo, Romeo!", "", "x", "\ud800", 7, None, "Good morrow.\n", [72, 105], [256], [0.5]]
 BAD = {
@@ -153,11 +151,6 @@ def test_seeds(model: GPT2) -> None:
     assert numbered({"text": texts})["completion"].tolist() == derived.tolist()
 
 
-def test_a_model_that_is_not_there() -> None:
-    with pytest.raises(CheckpointError):
-        Predictor("score", "no/such/folder", device="cpu")
-
-
 def test_embeddings(model: GPT2) -> None:
     embed = Predictor("embed", device="cpu")
     found = embed({"tokens": [[72, 105], [], [1] * 257]})
@@ -170,21 +163,7 @@ def test_embeddings(model: GPT2) -> None:
     assert embed({"text": []})["embedding"].shape == (0, 256)
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("score", {"stride": 256}, "stride: expected 1 to 255"),
-        ("score", {"stripe": 2}, "unexpected keyword argument 'stripe'"),
-        ("generate", {"top_p": 2.0}, "top_p: expected a probability"),
-        ("generate", {"seed": -1}, "seed: expected an unsigned integer"),
-        ("generate", {"samples": 0}, "samples: expected a positive integer"),
-        ("generate", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
-        ("embed", {"overflow": "x"}, "overflow: expected 'error' or 'truncate'"),
-        ("embed", {"pooling": "max"}, "pooling: expected one of mean, last, cls"),
-        ("embed", {"batch_tokens": 0}, "batch_tokens: expected a positive integer"),
-        ("sing", {}, "task: expected one of score, generate, embed"),
-    ],
-)
+@pytest.mark.parametrize(("task", "options", "message"), cases("options of a task"))
 def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Predictor(task, device="cpu", **options)
@@ -194,18 +173,7 @@ def test_wrong_options(task: Any, options: dict[str, Any], message: str) -> None
         job.checked()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"device": "cuda:1"}, "expected cuda, cpu or the first GPUs .* got 'cuda:1'"),
-        ({"device": "cuda:1,2"}, "got 'cuda:1,2': set CUDA_VISIBLE_DEVICES"),
-        ({"form": "csv"}, "format: expected 'jsonl' or 'parquet', got 'csv'"),
-        ({"keep": ("n_tokens",)}, "'n_tokens' is the name of a result"),
-        ({"shard_size": 0}, "shard_size: expected a positive integer"),
-        ({"dtype": "int8"}, "dtype: expected one of float32, "),
-        ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2': expected weights of 16 bits"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), cases("arguments of a job"))
 def test_wrong_arguments_of_a_job(wrong: dict[str, Any], message: str) -> None:
     stored = {name: wrong.pop(name) for name in ("dtype", "kv_dtype") if name in wrong}
     with pytest.raises(InputError, match=message):
@@ -249,15 +217,6 @@ def test_a_long_prompt_or_a_wrong_seed_is_the_error_of_its_record() -> None:
     assert found["completion"][0]
     alone = predictor({"text": ["To"], "seed": [1]})
     assert alone["completion"][0] == found["completion"][0]
-
-
-def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    monkeypatch.delitem(sys.modules, "gpt2block.bulk.driver", raising=False)
-    monkeypatch.delitem(sys.modules, "gpt2block.bulk.cluster", raising=False)
-    monkeypatch.delattr("gpt2block.bulk.driver", raising=False)
-    said = gpt2block("map", "score", "in.txt", "--output", "nowhere").error
-    assert said.startswith("map needs distributed, of the extra dask: run pip install")
 
 
 def read_shards(files: list[Path], size: int) -> list[list[Any]]:
@@ -357,19 +316,6 @@ def test_float32_is_written_with_the_fewest_digits_that_identify_it() -> None:
     expected = [float(str(n)) if np.isfinite(n) else None for n in numbers]
     written = json.loads(shards.json_lines([{"a": numbers}]))["a"]
     assert list(map(repr, written)) == list(map(repr, expected))
-
-
-def test_a_full_disk_leaves_no_temporary_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "part"
-    shards.replace_file(path, b"old")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
-    with pytest.raises(OSError, match="No space left"):
-        shards.replace_file(path, b"new")
-    assert [file.name for file in tmp_path.iterdir()] == ["part"]
-    assert path.read_bytes() == b"old"
 
 
 class CUDARuntimeError(RuntimeError):

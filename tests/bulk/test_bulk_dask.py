@@ -13,10 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 from unittest.mock import Mock
 
@@ -36,7 +34,7 @@ from gpt2block.cuda.formats import Formats
 from gpt2block.engine.model import weight_bytes
 from gpt2block.files.checkpoints import Checkpoint
 from tests import inline_cluster
-from tests.command_line import gpt2block
+from tests.command_line import gpt2block, python
 from tests.devices import slow
 from tests.inline_cluster import contents
 
@@ -83,8 +81,8 @@ def score(records: Path, output: Path) -> list[str]:
             "--device", "cpu", "--shard-size", str(SHARD)]  # fmt: skip
 
 
-def generating(output: Path, seed: int) -> Job:
-    options = {"max_new_tokens": 4, "seed": seed}
+def generating(output: Path) -> Job:
+    options = {"max_new_tokens": 4, "seed": 1}
     return Job("generate", device="cpu", options=options, output=str(output), shard_size=SHARD)
 
 
@@ -102,17 +100,15 @@ records, folder = map(Path, sys.argv[1:])
 few = str(records.parent / "few.jsonl")
 inline_cluster.use(pytest.MonkeyPatch())
 assert gpt2block(*score(records, folder / "score")).code == 0
-for seed in (1, 2):
-    driver.run(generating(folder / f"seed{seed}", seed), [few], Mock())
+driver.run(generating(folder / "generated"), [few], Mock())
 """
 
 
 @pytest.fixture(scope="module")
 def alone(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the outputs of one process without Dask: score, seed1, seed2."""
+    """Write the outputs of one process without Dask: score, generated."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-c", ALONE, str(records), str(folder)]
-    subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, check=True, timeout=TIMEOUT)
+    python(ALONE, records, folder, env=ENVIRONMENT, cwd=ROOT, check=True, timeout=TIMEOUT)
     return folder
 
 
@@ -287,26 +283,6 @@ def test_two_shards_at_once_in_a_worker(here: Any, alone: Path, records: Path) -
     assert contents(output) == contents(alone / "score")
 
 
-def test_two_clients_share_a_cluster(
-    client: Any, alone: Path, records: Path, tmp_path: Path
-) -> None:
-    both = Barrier(2)
-
-    def run(seed: int) -> None:
-        watcher = Mock()
-        watcher.show.side_effect = lambda found, inside: (
-            watcher.show.call_count == 1 and both.wait(TIMEOUT)
-        )
-        job, few = generating(tmp_path / f"{seed}", seed), records.parent / "few.jsonl"
-        driver.run(job, [str(few)], watcher, scheduler=client.scheduler.address)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, (1, 2)))
-    first, second = (contents(tmp_path / f"{seed}", "part-*") for seed in (1, 2))
-    assert first == contents(alone / "seed1", "part-*")
-    assert second == contents(alone / "seed2", "part-*") != first
-
-
 def dying(job: Job, shard: Shard, token: str) -> Any:
     """Compute a shard; shard 1 ends the worker process."""
     if shard.number == 1:
@@ -397,7 +373,7 @@ def test_a_cluster_of_other_processes_whose_scheduler_dies(
     here: Any, alone: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, output, few = tmp_path / "scheduler.json", tmp_path / "o", records.parent / "few.jsonl"
-    job, watcher = generating(output, 1), Mock()
+    job, watcher = generating(output), Mock()
     options = "--port", "0", "--host", "127.0.0.1", "--scheduler-file", str(file)
     with dask_process(tmp_path, "dask_scheduler", *options) as scheduler:
         wait(lambda: file.exists() and file.read_text().endswith("}"))
@@ -415,7 +391,7 @@ def test_a_cluster_of_other_processes_whose_scheduler_dies(
                 driver.run(job, [str(few)], watcher, scheduler=address)
     assert 0 < len(recorded(output)) < FEW // SHARD
     driver.run(job, [str(few)], watcher)
-    assert contents(output, "part-*") == contents(alone / "seed1", "part-*")
+    assert contents(output, "part-*") == contents(alone / "generated", "part-*")
 
 
 @contextmanager
@@ -546,10 +522,7 @@ except KeyboardInterrupt:
 )
 def test_an_interrupt_that_comes_late(code: str, printed: str) -> None:
     """All threads but one block SIGINT; or Python drops an exception, as it is in a `__del__`."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=False, timeout=TIMEOUT, env=ENVIRONMENT,
-    )  # fmt: skip
+    done = python(code, timeout=TIMEOUT, env=ENVIRONMENT)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from gpt2block.bulk.job import Job
 from tests import inline_cluster
 from tests.command_line import Ended, gpt2block
 from tests.inline_cluster import InlineClient, contents
+from tests.refusals import cases
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 from gpt2block.bulk import cluster, driver, job
@@ -87,23 +87,7 @@ def test_ignored_entries_of_a_folder_are_reported(lines: Path, tmp_path: Path) -
     assert "2 entries are not read (notes.md, older/): expected" in err
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("fifo.txt", "expected a regular file or a folder"),
-        ("zero.txt", "expected a regular file or a folder"),
-        ("in.csv", "expected a file that ends in .txt"),
-        ("a" * 300 + ".txt", "cannot be read: File name too long"),
-        ("in.csv/a.txt", "cannot be read: Not a directory"),
-        ("loop.txt", "cannot be read: Too many levels of symbolic links"),
-        ("absent.txt", "no such file"),
-        ("empty", "in this folder, found none"),
-        ("~nosuchuser/a.txt", "no home directory is known"),
-        ("a\0.txt", "a path cannot hold a NUL"),
-        ("\ud800.txt", "cannot be read: "),
-        ("", "expected a path, got an empty string"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), cases("inputs of a bulk job"))
 def test_inputs_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
@@ -117,43 +101,9 @@ def test_inputs_that_cannot_be_read(
     assert not Path("o").exists()
 
 
-@pytest.mark.parametrize("method", ["iterdir", "open"])
-def test_a_folder_or_files_without_permission(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    (tmp_path / "in").mkdir()
-    lines.rename(tmp_path / "in" / lines.name)
-    error = PermissionError(errno.EACCES, "Permission denied")
-    monkeypatch.setattr(Path, method, Mock(side_effect=error))
-    message = run("score", tmp_path / "in", "--output", tmp_path / "o").error
-    assert "cannot be read: Permission denied" in message
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("", "output: expected a path, got an empty string"),
-        ("~nosuchuser/o", "no home directory is known for this user"),
-        ("a\0b", "a path cannot hold a NUL character"),
-        ("/proc/foo", "cannot be written: No such file or directory"),
-        ("/sys/foo", "cannot be written: "),
-        ("a" * 300, "cannot be written: File name too long"),
-        ("lines.txt/o", "cannot be written: Not a directory"),
-        ("lines.txt", "not a folder"),
-        ("loop", "a broken link, expected a folder"),
-        ("loop/o", "cannot be written: Too many levels of symbolic links"),
-        ("locked", "cannot be written: Is a directory"),
-        ("waits", "cannot be written: "),
-        ("listed", "manifest.ndjson: damaged, or not a manifest: not a regular file"),
-        ("\ud800", "cannot be written: "),
-    ],
-)
+@pytest.mark.parametrize(("output", "message"), cases("outputs of a bulk job"))
 def test_a_wrong_output_is_refused_before_the_input_is_read(
-    lines: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    output: str,
-    message: str,
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
@@ -166,23 +116,6 @@ def test_a_wrong_output_is_refused_before_the_input_is_read(
     assert message in run("score", source, "--output", output).error
     (tmp_path / "listed" / shards.LOCK).unlink(missing_ok=True)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_read_only_file_system(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_only = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
-    monkeypatch.setattr(Path, "mkdir", read_only)
-    message = run("score", lines, "--output", tmp_path / "o").error
-    assert "cannot be written: Read-only file system" in message
-    monkeypatch.undo()
-    (tmp_path / "o").mkdir()
-    monkeypatch.setattr("os.open", read_only)
-    with (
-        pytest.raises(InputError, match="cannot be written: Read-only"),
-        shards.folder_lock(tmp_path / "o", "token"),
-    ):
-        pass
 
 
 def test_new_empty_folders_are_removed_again(lines: Path, tmp_path: Path) -> None:
@@ -200,18 +133,6 @@ def test_a_working_directory_that_was_deleted(
     for output in ("relative", tmp_path / "o"):
         message = run("score", lines, "--output", output).error
         assert "the working directory was deleted: change to one that exists" in message
-
-
-def test_files_may_not_grow(lines: Path, tmp_path: Path) -> None:
-    """The limit of file sizes is 0, as with `ulimit -f 0`."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        message = run("score", lines, "--output", tmp_path / "o").error
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert message == f"--output {tmp_path / 'o'}: cannot be written: File too large"
-    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("written", [0, 2])
@@ -446,19 +367,6 @@ def test_manifest(tmp_path: Path) -> None:
     assert sorted(again.forget_damaged("jsonl")) == damaged
     again.write({"task": "score"})
     assert list(shards.Manifest(tmp_path).done) == [0]
-
-
-def test_a_folder_is_locked_by_one_job(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    with shards.folder_lock(folder, "token"):
-        assert (folder / shards.LOCK).read_text() == "token"
-        with (
-            pytest.raises(InputError, match="another gpt2block map writes to this folder"),
-            shards.folder_lock(folder, "other"),
-        ):
-            pass
-        assert (folder / shards.LOCK).read_text() == "token"
-    assert not folder.exists()
 
 
 def test_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

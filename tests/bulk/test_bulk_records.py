@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiktoken
 
 from gpt2block import GPT2, CheckpointError, DeviceError, GPT2Config, GPT2Weights, InputError
 from gpt2block.bulk import Predictor, record_seed, records, shards
@@ -24,7 +23,6 @@ from gpt2block.engine.generation import scoring
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from tests import inline_cluster
 from tests.inline_cluster import InlineClient
-from tests.markov import byte_encoding
 
 pytest.importorskip("distributed", reason="gpt2block map needs dask and distributed")
 from unittest.mock import Mock
@@ -78,14 +76,7 @@ def errors(output: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "error",
-    [
-        PanicException("called `Option::unwrap()` on a `None` value"),
-        RecursionError("maximum recursion depth exceeded"),
-        OverflowError("Python int too large to convert to C long"),
-        ZeroDivisionError("division by zero"),
-        KeyError("x"),
-        MemoryError("Unable to allocate 7 EiB"),
-    ],
+    [PanicException("a panic"), RecursionError("too deep"), KeyError("x"), MemoryError("7 EiB")],
 )
 @pytest.mark.parametrize("stage", ["_ids", "_task"])
 def test_an_exception_becomes_the_error_of_its_record(
@@ -159,21 +150,6 @@ def test_a_shard_without_memory_for_any_record_is_retried(
     assert len(client.tries) == 1 + driver.RETRIES
 
 
-def test_a_panic_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    encode = tiktoken.Encoding.encode_ordinary
-
-    def panic(self: tiktoken.Encoding, text: str) -> list[int]:
-        if text == "panic":
-            raise PanicException("called `Option::unwrap()` on a `None` value")
-        return encode(self, text)
-
-    monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary", panic)
-    outcome, output = run_job(tmp_path, json_texts("To be", "panic", "or not"))
-    assert counts(outcome) == (2, 1)
-    assert errors(output)[0]["index"] == 1
-    assert "the tokenizer fails on this text" in errors(output)[0]["reason"]
-
-
 def test_a_model_without_a_tokenizer(client: InlineClient, tmp_path: Path) -> None:
     """Inputs of text are refused at the start; a text among token ids gives an error record."""
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=16, vocab_size=20)
@@ -188,30 +164,6 @@ def test_a_model_without_a_tokenizer(client: InlineClient, tmp_path: Path) -> No
     assert counts(outcome) == (1, 1)
     assert errors(output)[0]["reason"].startswith("text needs a tokenizer: ")
     assert "expected tokenizer.json" in errors(output)[0]["reason"]
-
-
-def test_a_tokenizer_is_looked_up_for_text_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Text for a model without a tokenizer needs GPT-2's BPE; ids need none, even on workers."""
-    config = GPT2Config(n_layer=1, n_head=1, n_embd=4, n_ctx=8, vocab_size=50257)
-    model = str(save_pretrained(tmp_path / "model", GPT2Weights.random(1, config)))
-    found: list[str] = []
-
-    def get(name: str) -> tiktoken.Encoding:
-        found.append(name)
-        return byte_encoding()
-
-    monkeypatch.setattr("tiktoken.get_encoding", get)
-    ids = json.dumps({"text": [1, 2, 3]}) + "\n"
-    (tmp_path / "ids").mkdir()
-    outcome, output = run_job(tmp_path / "ids", ids, model=model)
-    assert (counts(outcome), found) == ((1, 0), [])
-    assert "n_bytes" not in rows(output)[0]
-    outcome, output = run_job(tmp_path, json_texts("abc") + ids, model=model)
-    assert counts(outcome) == (2, 0)
-    assert [row["n_bytes"] for row in rows(output)] == [2, 2]
-    assert found
 
 
 def test_texts_do_not_depend_on_the_size_of_shards(tmp_path: Path) -> None:

@@ -7,36 +7,30 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+pytest.importorskip("cupy", reason="these tests need CuPy and a GPU")
+import cupy as cp
+
 from gpt2block import GPT2, Block, BlockWeights, GPT2Config, GPT2Weights, KernelError, random_input
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, requests
+from tests.command_line import python
 
 pytestmark = pytest.mark.gpu
 CONFIG = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=64, vocab_size=96)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def cp() -> ModuleType:
-    import cupy  # noqa: PLC0415
-
-    module: ModuleType = cupy
-    return module
-
-
 @contextmanager
-def one_failing_allocation(cp: ModuleType, number: int) -> Iterator[SimpleNamespace]:
+def one_failing_allocation(number: int) -> Iterator[SimpleNamespace]:
     """Let the allocation of device memory with this number, from 0, fail."""
     pool = cp.get_default_memory_pool()
     seen = SimpleNamespace(count=0, failed=False)
@@ -53,7 +47,6 @@ def one_failing_allocation(cp: ModuleType, number: int) -> Iterator[SimpleNamesp
 
 
 def fail_each_allocation(
-    cp: ModuleType,
     make: Callable[[], Any],
     use: Callable[[Any], Any],
     check: Callable[[Any], None],
@@ -64,7 +57,7 @@ def fail_each_allocation(
     """
     for number in itertools.count():
         made, failure = make(), ""
-        with one_failing_allocation(cp, number) as seen:
+        with one_failing_allocation(number) as seen:
             try:
                 check(use(made))
             except MemoryError as error:
@@ -83,7 +76,7 @@ def same_as(expected: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("dtype", "plan"), [("float32", "skeleton"), ("float32", "fused"), ("bfloat16", "fused")]
 )
-def test_memory_ends_in_a_block(cp: ModuleType, dtype: str, plan: str) -> None:
+def test_memory_ends_in_a_block(dtype: str, plan: str) -> None:
     weights = BlockWeights.random(0, CONFIG)
     x = random_input(0, (17, 128)).astype(FLOATS[dtype])
 
@@ -94,11 +87,11 @@ def test_memory_ends_in_a_block(cp: ModuleType, dtype: str, plan: str) -> None:
         return [block(x) for _ in range(3)][-1]  # launched, captured, replayed
 
     expected = call(make())
-    assert fail_each_allocation(cp, make, call, same_as(expected)) > 2
-    made = fail_each_allocation(cp, lambda: None, lambda _: call(make()), same_as(expected))
+    assert fail_each_allocation(make, call, same_as(expected)) > 2
+    made = fail_each_allocation(lambda: None, lambda _: call(make()), same_as(expected))
     assert made > 5
     steps = make().trace(x)
-    assert fail_each_allocation(cp, make, lambda block: block.trace(x)["x1"], same_as(steps["x1"]))
+    assert fail_each_allocation(make, lambda block: block.trace(x)["x1"], same_as(steps["x1"]))
 
 
 CALLS: dict[str, Callable[[GPT2], Any]] = {
@@ -115,28 +108,28 @@ CALLS: dict[str, Callable[[GPT2], Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", CALLS)
-def test_memory_ends_in_a_model(cp: ModuleType, dtype: str, name: str) -> None:
+def test_memory_ends_in_a_model(dtype: str, name: str) -> None:
     weights = GPT2Weights.random(0, CONFIG)
 
     def make() -> GPT2:
         return GPT2(weights, device="cuda", dtype=dtype)
 
     expected = CALLS[name](make())
-    failed = fail_each_allocation(cp, make, CALLS[name], same_as(expected))
+    failed = fail_each_allocation(make, CALLS[name], same_as(expected))
     assert failed >= 2  # at least the arena and an array of the call
 
 
-def test_memory_ends_while_a_model_is_made(cp: ModuleType) -> None:
+def test_memory_ends_while_a_model_is_made() -> None:
     weights = GPT2Weights.random(0, CONFIG)
 
     def run(_: None) -> Any:
         return GPT2(weights, device="cuda")([[1, 2, 3, 4]])
 
-    assert fail_each_allocation(cp, lambda: None, run, same_as(run(None))) > 20
+    assert fail_each_allocation(lambda: None, run, same_as(run(None))) > 20
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_memory_ends_with_a_cache(cp: ModuleType, dtype: str) -> None:
+def test_memory_ends_with_a_cache(dtype: str) -> None:
     """A failed call does not change the cache, so repeating the call is right."""
     model = GPT2(GPT2Weights.random(0, CONFIG), device="cuda", dtype=dtype)
 
@@ -149,10 +142,10 @@ def test_memory_ends_with_a_cache(cp: ModuleType, dtype: str) -> None:
         assert list(cache.lengths) == [3]
         return model([[4, 5]], cache=cache, last=True)
 
-    fail_each_allocation(cp, make, go_on, same_as(go_on(make())))
+    fail_each_allocation(make, go_on, same_as(go_on(make())))
 
 
-def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, cp: ModuleType) -> None:
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, x = BlockWeights.random(0, CONFIG), random_input(0, (5, 128))
     expected = Block(weights, device="cuda", kernels="skeleton")(x)
     block = Block(weights, device="cuda", kernels="skeleton")
@@ -188,10 +181,7 @@ def test_a_damaged_cache_of_compiled_kernels(tmp_path: Path) -> None:
 
     def run() -> str:
         environment = {**os.environ, "CUPY_CACHE_DIR": str(folder)}
-        command = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        done = python(PROGRAM, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

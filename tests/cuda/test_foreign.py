@@ -220,7 +220,7 @@ def test_threads_share_the_views_of_tensors(on_stream: Any) -> None:
     array, tensor = arrays(rows=400, width=1)[0], on_stream(7)
 
     def work(number: int) -> None:
-        for rows in [*range(1, 400)] * 10:
+        for rows in [*range(1, 400)] * 3:
             view = foreign.direct_view(tensor(array[:rows]))
             assert view is not None
             assert view.shape == (rows, 1)

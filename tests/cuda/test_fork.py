@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ import pytest
 from gpt2block import Block, BlockWeights, GPT2Config, cuda, emulator, random_input
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import doctor
+from tests.command_line import python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 SMALL = GPT2Config(n_head=3, n_embd=48)
@@ -108,6 +108,7 @@ def test_the_driver_of_a_forked_process() -> None:
     assert (check.ok, check.detail, check.fix) == (False, cuda.FORKED, cuda.FORKED_FIX)
 
 
+QUIET = "import warnings; warnings.simplefilter('ignore')\n"
 ON_A_GPU = """
 import os, sys
 import gpt2block
@@ -131,13 +132,7 @@ block(x)
 
 @pytest.mark.gpu
 def test_forked_processes_on_a_gpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ON_A_GPU],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = python(QUIET + ON_A_GPU, timeout=300, check=True)
     assert done.stdout.splitlines() == ["fine", *[REFUSED] * 8, "fine"]
 
 
@@ -151,11 +146,5 @@ def test_a_fork_after_torch_initialized_cuda() -> None:
         "weights = BlockWeights.random(0, GPT2Config(n_head=3, n_embd=48))\n"
         "print(in_a_fork(lambda: Block(weights, device='cuda')))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = python(QUIET + code, timeout=300, check=True)
     assert cuda.FORKED in done.stdout

@@ -162,18 +162,6 @@ def test_an_exit_waits_only_for_what_is_being_compiled(way: str) -> None:
     assert (done.returncode == 0) == (way != "interrupt")
 
 
-def test_each_kernel_of_a_file_is_compiled_once(raw: Raw) -> None:
-    compiled = []
-
-    def compile(file: str, name: str) -> Any:
-        compiled.append(name)
-        return raw
-
-    for name in ("f", "g", "f"):
-        Function(compile, ("a.cu", name))((1,), (1,), ())
-    assert compiled == ["f", "g"]
-
-
 def test_an_error_is_raised_by_each_call_until_it_compiles(raw: Raw) -> None:
     wrong = True
 

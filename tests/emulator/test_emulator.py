@@ -22,16 +22,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 Launch = Callable[[Order], NDArray[np.float32]]
 ATTENTION, LAYERNORM = "learn/attention/skeleton.cu", "learn/layernorm/skeleton.cu"
 MATMUL, ADD = "learn/matmul/skeleton.cu", "learn/elementwise/residual.cu"
-PROBES = """
-extern "C" __global__ void turns(int* out, int* counter) {
-    out[blockIdx.x * blockDim.x + threadIdx.x] = counter[0]++;
-}
-extern "C" __global__ void numbers(const float* none, long long* out, long long n, int i, float f) {
-    out[0] = none ? 0 : n;
-    out[1] = i;
-    out[2] = (long long)(f * 4.0f);
-}
-"""
+PROBES = str(Path(__file__).parents[1] / "corpus" / "kernels" / "probes.cu")
 
 
 def layernorm(order: Order) -> NDArray[np.float32]:
@@ -74,24 +65,14 @@ def test_a_missing_barrier_is_a_race(file: str, launch: Launch, barriers: int) -
     ("file", "launch", "old", "new", "said"),
     [
         (ADD, add, "i < n", "i <= n", r"out of bounds: .* 4 bytes at byte 1200 of \w$"),
-        (
-            MATMUL,
-            matmul,
-            "a_next = row_inside && k0",
-            "a_next = k0",
-            "reads 4 bytes at .* of A",
-        ),
-        (
-            *(ATTENTION, attention, "HS + tid] =", "HS + tid - 1] ="),
-            "writes 4 bytes at byte -4 of attn_out",
-        ),
-        (
-            *(ATTENTION, attention, "j < n_keys; j += G", "j <= n_keys; j += G"),
-            "out of bounds: .* reads 4 bytes at byte .* of scores",
-        ),
+        (MATMUL, matmul, "a_next = row_inside && k0", "a_next = k0", "reads 4 bytes at .* of A"),
+        (ATTENTION, attention, "HS + tid] =", "HS + tid - 1] =",
+         "writes 4 bytes at byte -4 of attn_out"),
+        (ATTENTION, attention, "j < n_keys; j += G", "j <= n_keys; j += G",
+         "out of bounds: .* reads 4 bytes at byte .* of scores"),
         ("lib/common.cuh", layernorm, "threadIdx.x < stride", "threadIdx.x <= stride", "race|out"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_a_kernel_of_the_course(
     file: str, launch: Launch, old: str, new: str, said: str
 ) -> None:
@@ -104,17 +85,11 @@ def test_an_array_that_is_passed_twice_is_one_array() -> None:
     np.testing.assert_array_equal(add("shuffled"), 2 * normal(0, 300))
 
 
-@pytest.fixture
-def probes(tmp_path: Path) -> str:
-    (tmp_path / "probes.cu").write_text(PROBES)
-    return str(tmp_path / "probes.cu")
-
-
-def test_threads_and_blocks_come_in_an_order(probes: str) -> None:
+def test_threads_and_blocks_come_in_an_order() -> None:
     def turns(order: Order) -> list[int]:
         out = np.zeros(1024, np.int32)
         options: Any = {"order": order, "checks": USUAL}
-        run(probes, "turns", (4,), (256,), [out, np.zeros(1, np.int32)], **options)
+        run(PROBES, "turns", (4,), (256,), [out, np.zeros(1, np.int32)], **options)
         return [int(n) for n in np.argsort(out, kind="stable") // 32]
 
     assert turns("forward") == sorted(turns("forward"))
@@ -122,9 +97,9 @@ def test_threads_and_blocks_come_in_an_order(probes: str) -> None:
     assert turns("shuffled") not in (turns("forward"), turns("reverse"))
 
 
-def test_arguments_arrive_or_are_refused(probes: str) -> None:
+def test_arguments_arrive_or_are_refused() -> None:
     def launch(*args: Any, threads: int = 1) -> None:
-        run(probes, "numbers", (1,), (threads,), args)
+        run(PROBES, "numbers", (1,), (threads,), args)
 
     out = np.zeros(3, np.int64)
     launch(None, out, 2**40, -5, 2.25)

@@ -69,17 +69,10 @@ def of_file(file: str, *options: str) -> Module:
 def run(made: Module, case: Case, order: Order) -> tuple[Result, bool]:
     """Return the result of a launch, and whether `out` is as expected."""
     out = np.zeros(N, np.float32)
-    result = launch(
-        made,
-        case.kernel,
-        case.grid,
-        case.block,
-        [X.copy(), out, N],
-        shared=case.shared,
-        order=order,
-        names=("x", "out", "n"),
-        checks=CHECKED._replace(budget=2_000_000),
-    )
+    options: Any = {"shared": case.shared, "order": order, "names": ("x", "out", "n")}
+    options["checks"] = CHECKED._replace(budget=2_000_000)
+    args = [X.copy(), out, N]
+    result = launch(made, case.kernel, case.grid, case.block, args, **options)
     right = case.right
     return result, right is None or np.allclose(out[: right.size], right, rtol=1e-4, atol=1e-4)
 
@@ -119,162 +112,19 @@ def test_a_wrong_kernel_is_found(case: Case) -> None:
     assert said & expected
 
 
-TWO_BLOCKS_MEET = """
-    __shared__ int ticket;
-    volatile int* flags = (volatile int*)(out + 10);
-    if (threadIdx.x == 0) {
-        flags[blockIdx.x] = 1;
-        while (flags[1 - blockIdx.x] == 0) {}
-        out[blockIdx.x] = 2.0f;
-    }
-}"""
-RIGHT = {  # kernel → grid, threads of a block, expected elements
-    "a function that calls itself": (
-        "__device__ __noinline__ float sum(const float* x, int n) {\n"
-        "    if (n < 3) return n == 2 ? x[0] + x[1] : x[0];\n"
-        "    return sum(x, n / 2) + sum(x + n / 2, n - n / 2);\n}\n"
-        f"{KERNEL} out[threadIdx.x] = sum(x, 40 + threadIdx.x); }}",
-        1,
-        32,
-        [X[: 40 + k].sum() for k in range(32)],
-    ),
-    "pointers to functions": (
-        "typedef float (*F)(float);\n"
-        "__device__ float twice(float v) { return 2 * v; }\n"
-        "__device__ float third(float v) { return v / 3; }\n"
-        "__device__ F table[2] = {twice, third};\n"
-        f"{KERNEL} out[threadIdx.x] = table[threadIdx.x % 2](x[threadIdx.x]); }}",
-        1,
-        32,
-        np.where(np.arange(32) % 2, X[:32] / 3, 2 * X[:32]),
-    ),
-    "a local array": (
-        f"{KERNEL} float a[8];\n"
-        "    for (int i = 0; i < 8; ++i) a[i] = x[8 * threadIdx.x + i];\n"
-        "    out[threadIdx.x] = a[(threadIdx.x + n) % 8]; }",
-        1,
-        32,
-        [X[8 * k + (k + N) % 8] for k in range(32)],
-    ),
-    "two blocks that wait for each other": (KERNEL + TWO_BLOCKS_MEET, 2, 32, [2, 2]),
-    "a lane that waits for another lane": (
-        f"{KERNEL} volatile int* flag = (volatile int*)(out + 10);\n"
-        "    if (threadIdx.x == 0) { while (*flag == 0) {} out[0] = 1.0f; }\n"
-        "    else if (threadIdx.x == 7) *flag = 1; }",
-        1,
-        32,
-        [1],
-    ),
-    "named barriers of two warps each": (
-        f"{KERNEL} __shared__ float s[128]; const int pair = threadIdx.x / 64;\n"
-        "    s[threadIdx.x] = x[threadIdx.x];\n"
-        '    asm volatile("bar.sync %0, 64;" :: "r"(pair + 1) : "memory");\n'
-        "    out[threadIdx.x] = s[threadIdx.x ^ 63]; }",
-        1,
-        128,
-        X[np.arange(128) ^ 63],
-    ),
-    "a producer that does not wait": (
-        f"{KERNEL} __shared__ float s[32];\n"
-        "    if (threadIdx.x < 32) { s[threadIdx.x] = x[threadIdx.x];\n"
-        '        asm volatile("bar.arrive 1, 64;" ::: "memory"); }\n'
-        '    else { asm volatile("bar.sync 1, 64;" ::: "memory");\n'
-        "        out[threadIdx.x - 32] = s[63 - threadIdx.x]; } }",
-        1,
-        64,
-        X[:32][::-1],
-    ),
-    "shuffles of the same mask in two branches": (
-        f"{KERNEL} const float v = x[threadIdx.x]; float other;\n"
-        "    if (threadIdx.x % 2) {\n"
-        "        other = __shfl_xor_sync(~0u, v, 1); out[threadIdx.x] = other;\n"
-        "    } else { other = __shfl_xor_sync(~0u, 2 * v, 1); out[threadIdx.x] = -other; } }",
-        1,
-        32,
-        [(2 if k % 2 else -1) * X[k ^ 1] for k in range(32)],
-    ),
-    "integers": (
-        f"{KERNEL} const int i = threadIdx.x - 16, d = i ? i : 1; const unsigned u = i * 77;\n"
-        "    const long long wide = (long long)i * i * 1000003;\n"
-        "    bool ok = i / d * d + i % d == i && __mulhi(i << 20, 1 << 20) == i * 256;\n"
-        "    ok = ok && wide / 1000003 == i * i && __popc(u) + __popc(~u) == 32;\n"
-        "    ok = ok && (u >> 5 << 5) + (u & 31) == u;\n"
-        "    ok = ok && __byte_perm(__byte_perm(u, 0, 0x0123), 0, 0x0123) == u;\n"
-        "    ok = ok && __brev(__brev(u)) == u;\n"
-        "    ok = ok && __funnelshift_l(u, u, 13) == (u << 13 | u >> 19);\n"
-        "    ok = ok && __sad(i, 3, 5u) == (unsigned)(abs(i - 3) + 5) && (short)i == i;\n"
-        "    out[threadIdx.x] = ok && (i >> 40 % 32 < 0) == (i < 0) ? 1.0f : 0.0f; }",
-        1,
-        32,
-        np.ones(32),
-    ),
-    "atomic operations": (
-        f"{KERNEL} __shared__ unsigned s[6]; if (threadIdx.x < 6) s[threadIdx.x] = 40;\n"
-        "    __syncthreads(); const unsigned t = threadIdx.x;\n"
-        "    atomicAdd(s, t); atomicMax(s + 1, t); atomicMin(s + 2, t); atomicXor(s + 3, t);\n"
-        "    atomicInc(s + 4, 41); atomicOr((unsigned*)out + 20, 0u); atomicDec(s + 5, 50);\n"
-        "    __syncthreads(); if (t < 6) out[t] = s[t]; }",
-        1,
-        64,
-        [40 + 63 * 32, 63, 0, 40, (40 + 64) % 42, (40 - 64) % 51],
-    ),
-}
+FINDINGS = dict(
+    re.findall(
+        r'(?m)^// says: (.*)\n#line 1\nextern "C" __global__ void (\w+)',
+        (HERE / "findings.cu").read_text("ascii"),
+    )
+)
 
 
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("order", ORDERS)
-def test_results(name: str, order: Order) -> None:
-    source, grid, block, expected = RIGHT[name]
-    case = Case("k", (grid,), (block,), 0, np.asarray(expected), "")
-    result, right = run(module(source), case, order)
-    assert not findings(result)
-    assert right
-
-
-WRONG = {  # body of a kernel → what the finding says
-    "out[n + threadIdx.x] = 1.0f;": (
-        r"out of bounds: thread \(0, 0, 0\) .* line 1, writes 4 bytes at byte 4000 of out"
-    ),
-    "out[(int)threadIdx.x - 1] = 1.0f;": r"out of bounds: thread \(0, 0, 0\) .* at byte -4 of out",
-    "float a[4]; for (int i = 0; i < 4; ++i) a[i] = x[i];\nout[0] = a[n];": (
-        r"out of bounds: .* line 2, reads 4 bytes at byte 4000 of local memory"
-    ),
-    "*(float2*)(out + threadIdx.x) = make_float2(0, 0);": r"misaligned: thread \(1, 0, 0\) ",
-    "out[0] = x[threadIdx.x];": (
-        r"race: thread \(1, 0, 0\) of block \(0, 0, 0\), line 1, writes out\[0\]; "
-        r"thread \(0, 0, 0\) of block \(0, 0, 0\), line 1, wrote it"
-    ),
-    "if (threadIdx.x == 0) atomicAdd(out, x[0]);\nif (threadIdx.x == 32) out[0] = 1.0f;": (
-        r"race: thread \(32, 0, 0\) .* line 2, writes out\[0\]; .* line 1, atomically changed it"
-    ),
-    "if (threadIdx.x < 32)\n__syncthreads();\nout[threadIdx.x] = 1.0f;": (
-        r"barrier: thread \(0, 0, 0\) .* line 2: other threads never reach it; thread \(32, 0, 0\)"
-    ),
-    "if (threadIdx.x < 32) __syncthreads(); else\n__syncthreads();": (
-        r"barrier: .*threads wait at different barriers; .* line [12]"
-    ),
-    "if (threadIdx.x % 2)\n__syncwarp(0x1u); out[0] = 1.0f;": (
-        r"mask: .* line 2: the mask does not name the lane that executes the instruction"
-    ),
-    "while (x[0] != 12345.0f) out[1000 - threadIdx.x - 1] += 1.0f;": r"endless: .* budget",
-    "out[0] = n / (int)(threadIdx.x / 64);": r"division: .* divided by zero",
-    "assert(threadIdx.x != 3);": r"assert: thread \(3, 0, 0\) .* threadIdx\.x != 3",
-    "if (threadIdx.x == 5) __trap();": r"trap: thread \(5, 0, 0\)",
-    "__shared__ int lock; if (threadIdx.x == 0) lock = 1; __syncthreads();\n"
-    "while (atomicCAS(&lock, 0, 1) != 0) {}": r"endless: .* line 2",
-    "out[threadIdx.x] = 1.0f; __syncthreads();\nout[threadIdx.x + 64] = __ldg(out + n % 64);": (
-        r"read-only: .* line 2, reads out\[40\]; .* line 1, wrote it: the read-only cache may hold"
-    ),
-    '__shared__ float s[64]; s[threadIdx.x] = x[0];\nasm volatile("bar.sync 1, 96;");': (
-        r"barrier: .* line 2: other threads never reach it"
-    ),
-}
-
-
-@pytest.mark.parametrize("body", WRONG)
-def test_a_finding_names_threads_lines_and_elements(body: str) -> None:
-    result, _ = run(module(f"{KERNEL} {body} }}"), Case("k", (1,), (64,), 0, None, ""), "forward")
-    assert [each for each in findings(result) if re.match(WRONG[body], str(each))]
+@pytest.mark.parametrize(("says", "kernel"), FINDINGS.items())
+def test_a_finding_names_threads_lines_and_elements(says: str, kernel: str) -> None:
+    case = Case(kernel, (1,), (64,), 0, None, "")
+    result, _ = run(of_file("findings.cu"), case, "forward")
+    assert [each for each in findings(result) if re.match(says, str(each))]
 
 
 def test_memory_without_a_value_is_noted() -> None:

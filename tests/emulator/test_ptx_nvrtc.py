@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,16 +180,7 @@ def test_a_machine_without_nvrtc_names_the_command_that_installs_it(
     assert f'judge = ["{requirement}"]' in (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-NVRTC = r"""#include <dlfcn.h>
-#define TEXT(name, text) \
-    int nvrtcGet##name##Size(void*, unsigned long* size) { *size = sizeof text; return 0; } \
-    int nvrtcGet##name(void*, char* to) { __builtin_memcpy(to, text, sizeof text); return 0; }
-extern "C" {
-TEXT(PTX, "// tools, release 0, V" VERSION) TEXT(ProgramLog, "no builtins of " VERSION)
-int nvrtcCreateProgram() { return 0; } int nvrtcDestroyProgram() { return 0; }
-int nvrtcCompileProgram() { return dlopen(VERSION, RTLD_NOW | RTLD_NOLOAD) ? 0 : 7; }
-const char* nvrtcGetErrorString(int status) { return status ? "FAILURE" : "NVRTC_SUCCESS"; }
-}"""
+NVRTC = (ROOT / "tests" / "corpus" / "kernels" / "nvrtc.cpp").read_text("utf-8")
 
 
 def _install(folder: Path, version: str, cupy: int) -> None:
@@ -206,14 +198,21 @@ def _install(folder: Path, version: str, cupy: int) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, "utf-8")
-    built = {f"libnvrtc.so.{major}": NVRTC} if minor else {}
-    built |= {f"libnvrtc-builtins.so.{version}": ""} if minor and not alone else {}
-    for name, text in built.items():
-        soname = (
-            f"-Wl,-soname={name if text else version}"  # NVRTC asks for builtins of its version
-        )
-        flags = ["-shared", "-fPIC", f'-DVERSION="{version}"', soname, "-xc++", "-", "-o", name]
-        subprocess.run(["g++", *flags], cwd=folder / "lib", input=text, text=True, check=True)
+    if minor:
+        library = f"libnvrtc.so.{major}"
+        (folder / "lib" / library).write_bytes(_built(NVRTC, version, library))
+    if minor and not alone:
+        builtins = f"libnvrtc-builtins.so.{version}"
+        (folder / "lib" / builtins).write_bytes(_built("", version, version))
+
+
+@functools.cache
+def _built(source: str, version: str, soname: str) -> bytes:
+    """Return a library whose name is `soname`: NVRTC asks for builtins of its version."""
+    flags = ["-shared", "-fPIC", f'-DVERSION="{version}"', f"-Wl,-soname={soname}", "-xc++", "-"]
+    with tempfile.NamedTemporaryFile() as file:
+        subprocess.run(["g++", *flags, "-o", file.name], input=source, text=True, check=True)
+        return Path(file.name).read_bytes()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

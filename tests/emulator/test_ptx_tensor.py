@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,6 @@ from gpt2block.emulator.ptx.engine import launch
 from tests.ptx_instructions import LANES, execute
 
 Array = npt.NDArray[Any]
-Sizes = tuple[int, ...]
 DTYPES: dict[str, Any] = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32, "f32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "s8": np.int8, "u8": np.uint8,
@@ -162,77 +162,19 @@ def test_sums_of_integers_wrap_or_are_limited() -> None:
     assert (multiply(opcode.format(".satfinite"), a, b, c) == 2**31 - 1).all()
 
 
-def test_wmma_is_two_products() -> None:
-    rng = np.random.default_rng(3)
-    a = rng.integers(-8, 9, (16, 16)).astype(np.float16)
-    b = rng.integers(-8, 9, (16, 16)).astype(np.float16)
-    packed_a = _packed(a, _a_places(16, 16, 16))
-    packed_b = np.concatenate([_packed(b[:, n : n + 8], _b_places(16, 16)) for n in (0, 8)])
-    zeros = np.zeros((8, LANES), np.uint64)
-    rows = np.concatenate([zeros, packed_a, packed_a, packed_b, packed_b, zeros])[None]
-    after = execute("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32", "8888", rows)[0]
-    found = [_unpacked(after[n : n + 4], _c_places(16), np.float32) for n in (0, 4)]
-    np.testing.assert_array_equal(np.concatenate(found, 1), a.astype("f4") @ b.astype("f4"))
-
-
-COPIES = """
-__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-extern "C" __global__ void copies(const unsigned short* from, unsigned* loaded, unsigned* across,
-                                  unsigned short* stored, unsigned short* stored_across) {
-    __shared__ __align__(16) unsigned short s[4][8][8], t[4][8][8], u[4][8][8];
-    for (int i = threadIdx.x; i < 256; i += 32) s[0][0][i] = from[i];
-    __syncwarp();
-    unsigned row = at(s[threadIdx.x / 8][threadIdx.x % 8]), a, b, c, d;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(row));
-    unsigned x[4] = {a, b, c, d};
-    for (int i = 0; i < 4; ++i) loaded[32 * i + threadIdx.x] = x[i];
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(at(t[threadIdx.x / 8][threadIdx.x % 8])), "r"(a), "r"(b), "r"(c), "r"(d));
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(at(u[threadIdx.x / 8][threadIdx.x % 8])), "r"(a), "r"(b), "r"(c), "r"(d));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(a), "=r"(b) : "r"(row));
-    across[threadIdx.x] = a;
-    across[32 + threadIdx.x] = b;
-    __syncwarp();
-    for (int i = threadIdx.x; i < 256; i += 32) {
-        stored[i] = t[0][0][i];
-        stored_across[i] = u[0][0][i];
-    }
-}
-"""
+KERNELS = Path(__file__).parents[1] / "corpus" / "kernels"
 
 
 def test_matrices_are_loaded_and_stored() -> None:
     given = np.random.default_rng(0).integers(0, 2**16, (4, 8, 8)).astype(np.uint16)
     loaded, across = np.zeros((4, 32), np.uint32), np.zeros((2, 32), np.uint32)
     stored, stored_across = np.zeros_like(given), np.zeros_like(given)
-    _run(COPIES, "copies", (1,), (32,), [given, loaded, across, stored, stored_across], "sm_90a")
+    _run("matrices.cu", "copies", [given, loaded, across, stored, stored_across], "sm_90a")
     np.testing.assert_array_equal(loaded.view(np.uint16).reshape(4, 8, 8), given)
     transposed = given.transpose(0, 2, 1)
     np.testing.assert_array_equal(across.view(np.uint16).reshape(2, 8, 8), transposed[:2])
     np.testing.assert_array_equal(stored, given)
     np.testing.assert_array_equal(stored_across, transposed)
-
-
-WMMA = """
-#include <mma.h>
-using namespace nvcuda::wmma;
-extern "C" __global__ void product(const half* a, const half* b, TYPE* c, int n) {
-    fragment<matrix_a, 16, 16, 16, half, row_major> left;
-    fragment<matrix_b, 16, 16, 16, half, LAYOUT> right;
-    fragment<accumulator, 16, 16, 16, TYPE> sum;
-    fill_fragment(sum, TYPE(1));
-    for (int k = 0; k < n; k += 16) {
-        load_matrix_sync(left, a + k, n);
-        load_matrix_sync(right, b + (ROWS ? 16 * k : k), ROWS ? 16 : n);
-        mma_sync(sum, left, right, sum);
-    }
-    for (int i = 0; i < sum.num_elements; ++i) sum.x[i] = sum.x[i] * TYPE(2);
-    store_matrix_sync(c, sum, 16, mem_row_major);
-}
-"""
 
 
 @pytest.mark.parametrize("kind", ["float", "half"])
@@ -241,22 +183,15 @@ def test_wmma_fragments(kind: str, layout: str) -> None:
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-4, 5, shape).astype(np.float16) for shape in ((16, 32), (32, 16)))
     c = np.zeros((16, 16), np.float32 if kind == "float" else np.float16)
-    text = WMMA.replace("TYPE", kind).replace("LAYOUT", layout)
-    text = text.replace("ROWS", str(int(layout == "row_major")))
     stored = b if layout == "row_major" else np.ascontiguousarray(b.T)
-    _run(text, "product", (1,), (32,), [a, stored, c, 32], "sm_80")
+    named = f"-DTYPE={kind}", f"-DLAYOUT={layout}", f"-DROWS={layout == 'row_major':d}"
+    _run("wmma.cu", "product", [a, stored, c, 32], "sm_80", *named)
     np.testing.assert_array_equal(c, 2 + 2 * (a.astype(np.float32) @ b.astype(np.float32)))
 
 
-def _run(
-    text: str,
-    kernel: str,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    args: list[Any],
-    arch: str,
-) -> None:
-    compiled = nvrtc.compile(text, name=f"{kernel}.cu", arch=arch)
+def _run(file: str, kernel: str, args: list[Any], arch: str, *options: str) -> None:
+    text = (KERNELS / file).read_text("ascii")
+    compiled = nvrtc.compile(text, name=file, arch=arch, options=options)
     assert isinstance(compiled, nvrtc.Compiled), compiled
-    result = launch(parse.Module(compiled.ptx), kernel, grid, block, args)
+    result = launch(parse.Module(compiled.ptx), kernel, (1,), (32,), args)
     assert result.findings == ()

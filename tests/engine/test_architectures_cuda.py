@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from launch_recorder import recording
 
-from gpt2block import Model, RopeScaling, Sampling, cuda, from_pretrained
+from gpt2block import GPT2Config, Model, RopeScaling, Sampling, cuda, from_pretrained
 from gpt2block.engine.generation import batching
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import start_all
@@ -79,6 +79,7 @@ class Geglu(MistralConfig):
 # Numbers and sizes of the heads of gated delta nets
 DELTA_HEADS = {"n_k_head": 2, "n_v_head": 4, "k_size": 16, "v_size": 16}
 OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
     "qwen3-bias": (Qwen3Config, {"attention_bias": True}),
@@ -128,14 +129,18 @@ WIDE: dict[str, Any] = {
 FORMATS: dict[str, str | None] = dict.fromkeys(
     ("float32", "bfloat16", "float16", "float8_e4m3fn")
 ) | {"float8_e5m2": "float8_e5m2"}
+GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=128, n_ctx=40, vocab_size=53)
 Case = tuple[str, str, bool]
 
 
 def cases() -> list[Any]:
     """Return some cases for the emulator, where each is many programs, and all for a GPU."""
-    everywhere = product(OWN, FORMATS, (False, True))
-    found: list[Any] = [("emulator", ("lfm2", "float8_e4m3fn", False))]
-    for case in (("phi3", "bfloat16"), ("qwen3", "float16"), ("gemma4", "float8_e4m3fn")):
+    everywhere = product(("gpt2", *OWN), FORMATS, (False, True))
+    found: list[Any] = [("emulator", ("gpt2", "bfloat16", False))]
+    for case in (
+        ("llama", "float32"), ("phi3", "bfloat16"), ("qwen3", "float16"),
+        ("gemma4", "float8_e4m3fn"), ("lfm2", "float8_e4m3fn"),
+    ):  # fmt: skip
         found.append(slow("emulator", (*case, False)))
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
 
@@ -149,6 +154,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 def made(case: Case, device: str) -> Model[Any]:
     """Return a model of random weights; wide cases have heads of 128 channels."""
     name, dtype, wide = case
+    if name == "gpt2":
+        return model_of(GPT2Config(2, 4, 512, 200, 53) if wide else GPT2, device, dtype)
     kind, own = OWN[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
     return model_of(kind(**{**SIZES, **(WIDE if wide else {}), **own}), device, dtype)
@@ -257,7 +264,10 @@ def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
 
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])
 def test_steps_logits_and_batches(device: str, case: Case) -> None:
-    """Steps of prompts and decoding err only by rounding; a row has the same bits in any batch."""
+    """Steps of prompts and decoding err only by rounding; a row has the same bits in any batch.
+
+    A prompt that continues in chunks, one of them empty, has nearly the same logits.
+    """
     model, on_cpu = made(case, device), made(case, "cpu")
     rng, narrow = np.random.default_rng(0), case[1] != "float32"
     long = 150 if case[2] else 19
@@ -273,6 +283,16 @@ def test_steps_logits_and_batches(device: str, case: Case) -> None:
     largest = max(np.abs(logits).max() for logits in near)
     for row, logits, expected in zip(rows, together, near, strict=True):
         np.testing.assert_array_equal(logits, model(row))
+        assert np.abs(logits - expected).max() <= limit * largest
+    cache = model.new_cache(2)
+    cuts = ((0, 5, 6, len(rows[0])), (0, 0, 3, 7))
+    chunks = (
+        [row[cut[n] : cut[n + 1]] for row, cut in zip(rows[::2], cuts, strict=True)]
+        for n in range(3)
+    )
+    parts = [model.engine.forward(chunk, "logits", cache) for chunk in chunks]
+    for n, expected in enumerate(near[::2]):
+        logits = np.concatenate([part[n] for part in parts])
         assert np.abs(logits - expected).max() <= limit * largest
     likely, expected = model.score(rows[0]), on_cpu.score(rows[0])
     assert likely.log_likelihood == pytest.approx(

@@ -17,7 +17,7 @@ from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import TURN, Batch
 from gpt2block.engine.generation.scheduling import PIECE
 from gpt2block.engine.generation.sequences import TokenSequence
-from gpt2block.engine.model import Ids, Sampled, Start
+from gpt2block.engine.model import Sampled, Start
 from gpt2block.engine.numpy import model as numpy_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.devices import GPU, SOMEWHERE, running_on
@@ -66,46 +66,6 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-@EVERYWHERE
-def test_prompts_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence has the same pieces, and so bits, as alone; each step gives it a token."""
-    monkeypatch.setattr(batching, "PIECE", 5)
-    rng = np.random.default_rng(1)
-    with on(device):
-        m = model(device)
-        prompts = [rng.integers(37, size=n).tolist() for n in (3, 17, 10, 24, 5, 11)]
-
-        def sequence(index: int) -> TokenSequence:
-            new = 12 if index == 0 else 1 + index % 3
-            return pending(m.engine, prompts[index], max_new_tokens=new, seed=index)
-
-        def batch(slots: int) -> Batch:
-            return Batch(m.engine, slots, TINY.n_ctx, tokens_at_once=6)
-
-        sequences, together = [sequence(index) for index in range(6)], batch(4)
-        together.submit(sequences[:1])
-        together.step()
-        together.submit(sequences[1:4])
-        for _ in range(6):  # each step computes at most one of the pieces
-            assert together.step()
-        assert len(sequences[0].tokens) >= 4
-        cancelled = sequence(3)
-        together.submit([*sequences[4:], cancelled])
-        together.step()
-        together.cancel([cancelled])
-        finish(together)
-        for index, each in enumerate(sequences):
-            alone, one = sequence(index), batch(1)
-            one.submit([alone])
-            finish(one)
-            whole = m.generate(prompts[index], max_new_tokens=len(each.tokens), seed=index)
-            assert each.tokens == alone.tokens == list(whole.tokens)
-            np.testing.assert_allclose(each.logprobs, whole.logprobs, atol=1e-4)
-            if device != "cpu":
-                assert each.logprobs == alone.logprobs
-    assert cancelled.finish_reason == "cancelled"
-
-
 def test_generate_has_the_pieces_of_a_server() -> None:
     """A prompt longer than two pieces is divided; `start` computes the rest."""
     engine = MarkovEngine(cycle(8), n_ctx=2 * PIECE + 10)
@@ -120,24 +80,6 @@ def test_generate_has_the_pieces_of_a_server() -> None:
     engine.pieces, engine.divides_prompts = [], False
     assert generate(engine, None, ids, **options).tokens == found.tokens
     assert engine.pieces == []
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "divides"),
-    [
-        *[("bfloat16", None, True), ("float8_e4m3fn", None, True), ("float32", None, False)],
-        ("float16", "float8_e5m2", False),
-    ],
-)
-def test_models_that_divide_prompts(dtype: str, kv_dtype: str | None, divides: bool) -> None:
-    """Models divide prompts if attention over the cache is as fast as attention of a prompt."""
-    config = GPT2Config(n_layer=1, n_head=1, n_embd=64, n_ctx=24, vocab_size=37)
-    weights = GPT2Weights.random(0, config)
-    assert GPT2(weights, "cpu", dtype, kv_dtype=kv_dtype).engine.divides_prompts
-    with running_on("forward"):
-        engine = GPT2(weights, "cuda", dtype, kv_dtype=kv_dtype).engine
-        assert engine.divides_prompts == divides
-        assert model("cuda").engine.divides_prompts  # float32 attention in any case: few channels
 
 
 @pytest.mark.parametrize("options", [{"stop_ids": [3]}, {"stop": ["\x03"]}, {}])
@@ -195,24 +137,6 @@ def test_ended_sequences_are_forgotten_before_their_deadline() -> None:
         left.append(weakref.ref(sequence))
     del sequence
     assert sum(each() is not None for each in left) <= 1
-
-
-def test_each_sequence_has_its_own_end() -> None:
-    """Sequences that run together end by stop strings, stop ids and lengths."""
-    engine = MarkovEngine(cycle(257), script=None)
-    sequences = [
-        pending(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
-        pending(engine, "a", BYTES, stop=["h", "zz"], temperature=0, max_new_tokens=20),
-        pending(engine, "a", BYTES, stop_ids=[ord("d")], temperature=0, max_new_tokens=20),
-        pending(engine, "a", BYTES, temperature=0, max_new_tokens=3),
-        pending(engine, "a", BYTES, stop=["ef"], temperature=0, max_new_tokens=20),
-    ]
-    batch = Batch(engine, 3, 64)
-    batch.submit(sequences)
-    finish(batch)
-    assert [sequence.text for sequence in sequences] == ["bcd", "bcdefg", "bc", "bcd", "bcd"]
-    reasons = [sequence.finish_reason for sequence in sequences]
-    assert reasons == ["stop", "stop", "stop", "length", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -403,21 +327,6 @@ def test_what_a_slot_has_computed_is_not_computed_again(device: str, dtype: str)
             np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=2e-2)
         twice = [told(batch, m.engine, prompts[0], max_new_tokens=few) for _ in range(2)]
         assert twice[0].tokens == twice[1].tokens
-
-
-def test_a_cancelled_sequences_tokens_are_reused() -> None:
-    m = model("cpu")
-    batch = Batch(m.engine, 1, TINY.n_ctx, reuse=True)
-    spy = Spy(batch)
-    sequence = pending(m.engine, [1, 2, 3], temperature=0, max_new_tokens=9)
-    batch.submit([sequence])
-    for _ in range(4):
-        batch.step()
-    batch.cancel([sequence])
-    after: Ids = np.array([1, 2, 3, *sequence.tokens, 9], np.int32)
-    found = told(batch, m.engine, after.tolist(), max_new_tokens=5)
-    assert spy.computed == [3, 2]
-    assert tuple(found.tokens) == m.generate(after, max_new_tokens=5, temperature=0).tokens
 
 
 @EVERYWHERE

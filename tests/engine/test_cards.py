@@ -35,7 +35,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", slow("8.9"), slow("10.0"), "12.0"])
 @pytest.mark.parametrize(
     ("name", "formats", "most"),  # most: kernels of a layer of 1, 4 and 16 rows; with clusters, too
     [
@@ -90,7 +90,7 @@ SMALL_MODELS: dict[str, ModelConfig] = {
 @pytest.mark.parametrize(
     ("capability", "name", "dtype"),
     [
-        ("80", "qwen3", "float8_e4m3fn"),
+        slow("80", "qwen3", "float8_e4m3fn"),
         slow("120", "olmo2", "bfloat16"),
     ],
 )
@@ -142,7 +142,7 @@ def test_registers_hold_rows_of_a_product_with_blocks(K: int, M: int) -> None:
         slow(40, 1280, [("Q4_K", 256), ("Q6_K", 256)], True, "float16"),
         (33, 1536, [("Q5_K", 528)], False, "float16"),  # no whole groups of columns
         slow(64, 1408, [("Q8_0", 528)], False, "float16"),  # the last split is shorter
-        (9, 11008, [("Q8_0", 128)], False, None),  # a whole row does not fit in shared memory
+        slow(9, 11008, [("Q8_0", 128)], False, None),  # a whole row does not fit in shared memory
     ],
 )
 def test_many_rows_of_a_product_with_blocks(
@@ -190,7 +190,7 @@ def test_blocks_divide_a_product(
 
 @pytest.mark.parametrize(
     ("capability", "M", "N", "K", "gelu"),
-    [("80", 9, 40, 136, True), ("89", 70, 144, 72, False), ("120", 150, 136, 200, False)],
+    [slow("80", 9, 40, 136, True), ("89", 70, 144, 72, False), slow("120", 150, 136, 200, False)],
 )
 def test_gate_and_up_of_a_prompt(capability: str, M: int, N: int, K: int, gelu: bool) -> None:
     """A row has the same bits alone, and errors are at most one rounding."""
@@ -216,7 +216,7 @@ def test_gate_and_up_of_a_prompt(capability: str, M: int, N: int, K: int, gelu: 
     [
         ("bfloat16", None, 40, 80, 1344),
         slow("float16", "float16", 17, 96, 320),
-        ("float8_e4m3fn", "float16", 17, 96, 320),
+        slow("float8_e4m3fn", "float16", 17, 96, 320),
     ],
 )
 def test_gate_and_up_of_many_rows(dtype: str, x_dtype: str | None, M: int, N: int, K: int) -> None:

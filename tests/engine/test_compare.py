@@ -1,8 +1,7 @@
-"""Tracing and comparing a whole model: NumPy, the emulated GPU, and the command."""
+"""Steps of a whole model traced and compared, its attention and the logit lens."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from typer.testing import CliRunner
 
-from gpt2block import GPT2, GPT2Config, GPT2Weights, InputError, reference
-from gpt2block.apps.cli.app import application
+from gpt2block import GPT2, GPT2Config, GPT2Weights, Model, reference
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures.gemma3 import Gemma3Config
+from gpt2block.models.architectures.granite import GraniteConfig
+from gpt2block.models.architectures.mistral import MistralConfig
+from gpt2block.models.config import ModelConfig
 from gpt2block.ops.workload import tolerance
 from tests.devices import GPU, running_on, slow
 
@@ -44,7 +46,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     [
         *(("cpu", dtype) for dtype in DTYPES),
         slow("emulator", DTYPES[0]),
-        ("emulator", DTYPES[2]),
+        slow("emulator", DTYPES[2]),
         *(pytest.param("gpu", dtype, marks=GPU.marks) for dtype in DTYPES),
     ],
     indirect=["device"],
@@ -91,42 +93,58 @@ def test_a_step_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(row.total_rel for row in before) < 1e-5 < rows[-1].total_rel
 
 
-def test_bad_ids_are_refused() -> None:
-    model = GPT2(GPT2Weights.random(0, CONFIG), "cpu")
-    with pytest.raises(InputError, match=r"one sequence of at least 1 tokens, got \[2, 3\]"):
-        model.compare([[1, 2], [3, 4, 5]])  # type: ignore[list-item]
-    with pytest.raises(InputError, match=r"one sequence of at least 2 tokens, got \[1\]"):
-        model.trace([5], cached=True)
-    with pytest.raises(InputError, match="53"):
-        model.compare([53])
+# --- attention and the logit lens -----------------------------------------------------------------
 
 
-def test_the_command() -> None:
-    def printed(*arguments: str) -> str:
-        ran = CliRunner().invoke(
-            application(), ["compare", "O Romeo", "--device", "cpu", *arguments]
-        )
-        assert ran.exit_code == 0, ran.output
-        return ran.stdout
-
-    table = printed()
-    rows = [line.split()[:2] for line in table.splitlines() if line.startswith(" ")]
-    assert [row[0] for row in rows] == ["layer", "input", *"012345", "output"]
-    steps = [line.split()[1] for line in printed("--layer", "3").splitlines() if " 3 " in line]
-    assert steps == list(TEN)
-    report = json.loads(printed("--json", "--cached", "--dtype", "bfloat16"))
-    assert (report["tokens"], report["cached"], report["dtype"]) == (7, True, "bfloat16")
-    assert len(report["steps"]) == 1 + 6 * 10 + 2
-    assert all(row["shape"][0] == 1 for row in report["steps"])
+def test_attention_is_that_of_the_model(device: str) -> None:
+    model = GPT2(GPT2Weights.random(0, CONFIG), device)
+    weights = model.attention(IDS)
+    assert weights.shape == (2, 1, 11, 11)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    assert not weights[..., ~np.tri(11, dtype=bool)].any()
+    trace = model.trace(IDS)
+    for layer in range(2):
+        v = trace[f"h.{layer}.qkv"][:, 128:]
+        attn = trace[f"h.{layer}.attn"]
+        np.testing.assert_allclose(weights[layer, 0] @ v, attn, rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_refuses_what_does_not_fit() -> None:
-    for arguments, message in (
-        (["--layer", "6"], "--layer: expected 0 to 5, got 6"),
-        (["x" * 300], "expected at most 256 tokens, got 300"),
-        (["x", "--cached"], "TEXT: expected at least two tokens for a decoding step, got 1"),
-    ):
-        ran = CliRunner().invoke(application(), ["compare", "--device", "cpu", *arguments])
-        assert ran.exit_code != 0
-        assert isinstance(ran.exception, InputError)
-        assert message in str(ran.exception)
+@pytest.mark.parametrize(
+    ("kind", "own", "window", "scale"),
+    [
+        (MistralConfig, {"window": 4}, 4, 8**-0.5),
+        (GraniteConfig, {"attention_multiplier": 0.7}, None, 0.7),
+        (Gemma3Config, {"window": 3, "scalar": 4, "logits_cap": 0.1}, 3, 0.5),
+    ],
+)
+def test_windows_and_scales_of_scores(
+    kind: type[ModelConfig], own: dict[str, Any], window: int | None, scale: float
+) -> None:
+    """Each row in its window equals one by hand; the lens ends with the prediction here too."""
+    sizes: Any = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_ff": 40, "n_ctx": 24}
+    config = kind(**sizes, vocab_size=53, **own)
+    model: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
+    heads = model.trace(IDS)["h.0.rope"].astype(np.float64).reshape(11, 8, 8).swapaxes(0, 1)
+    for head, weights in enumerate(model.attention(IDS)[0]):
+        scores = np.exp(scale * heads[head] @ heads[4 + head // 2].T)
+        for t, row in enumerate(weights):
+            first = 0 if window is None else max(0, t - window + 1)
+            expected = scores[t, first : t + 1] / scores[t, first : t + 1].sum()
+            np.testing.assert_allclose(row[first : t + 1], expected, rtol=1e-5)
+            assert not row[:first].any()
+            assert not row[t + 1 :].any()
+    probabilities = reference.softmax(model(IDS))
+    lens = model.logit_lens(IDS, top=1)
+    np.testing.assert_allclose(lens.probabilities[-1, :, 0], probabilities.max(-1), rtol=1e-5)
+
+
+def test_the_lens_ends_with_the_models_prediction(device: str) -> None:
+    model = GPT2(GPT2Weights.random(0, CONFIG), device)
+    lens = model.logit_lens(IDS, top=3)
+    assert lens.ids.shape == lens.probabilities.shape == (3, 11, 3)
+    probabilities = reference.softmax(model(IDS))
+    np.testing.assert_array_equal(lens.ids[-1, :, 0], probabilities.argmax(-1))
+    np.testing.assert_allclose(lens.probabilities[-1, :, 0], probabilities.max(-1), rtol=1e-4)
+    assert (np.diff(lens.probabilities, axis=-1) <= 0).all()
+    one = model.logit_lens(IDS[:1], top=53)
+    np.testing.assert_allclose(one.probabilities.sum(-1), 1, rtol=1e-5)

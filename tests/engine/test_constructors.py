@@ -31,7 +31,7 @@ from gpt2block import (
 from gpt2block.checks import FLOATS
 from gpt2block.cuda.formats import DTYPES
 from gpt2block.ops.workload import tolerance
-from tests.devices import assert_same_bits, running_on
+from tests.devices import assert_same_bits, running_on, slow
 
 SMALL = {
     "gpt2": GPT2Config(n_head=2, n_embd=128, n_layer=1, vocab_size=40, n_ctx=8),
@@ -54,7 +54,7 @@ kinds = pytest.mark.parametrize("kind", ["gpt2", "llama"])
 
 def everywhere(name: str, values: Iterable[str], emulated: Iterable[str]) -> pytest.MarkDecorator:
     """Parametrize `where` and another parameter; the slow emulator runs only some values."""
-    cases = [("cpu", value) for value in values] + [("emulator", value) for value in emulated]
+    cases = [("cpu", value) for value in values] + [slow("emulator", value) for value in emulated]
     on_gpu = [pytest.param("gpu", value, marks=pytest.mark.gpu) for value in values]
     return pytest.mark.parametrize(("where", name), [*cases, *on_gpu], indirect=["where"])
 
@@ -123,16 +123,24 @@ def assert_close(found: NDArray[Any], expected: NDArray[Any], dtype: str) -> Non
 @kinds
 @everywhere("dtype", FLOATS, emulated=[])
 def test_transposed_weights_against_float64(where: str, kind: str, dtype: str) -> None:
+    """Each step of a trace is compared; with float32 on the CPU, also those of fused kernels."""
     weights = weights_by("transposed", kind, (LARGE if where == "gpu" else SMALL)[kind])
-    block = MADE[kind](weights, device="cpu" if where == "cpu" else "cuda", dtype=dtype)
-    for x in inputs(where, weights.n_embd, dtype):
-        for row in block.compare(x):
-            assert row.max_rel <= 2 * tolerance(dtype), row
-            assert row.total_rel <= 4 * tolerance(dtype), row
+    both = where == "cpu" and dtype == "float32"
+    for kernels in ("skeleton", "fused") if both else ("auto",):
+        device = "cpu" if where == "cpu" else "cuda"
+        block = MADE[kind](weights, device=device, dtype=dtype, kernels=kernels)
+        for x in inputs(where, weights.n_embd, dtype):
+            rows, trace = block.compare(x), block.trace(x)
+            assert [row.name for row in rows] == [*trace] == [step.name for step in block.steps]
+            np.testing.assert_array_equal(trace["output"], block(x))
+            for row in rows:
+                assert row.max_rel <= 2 * tolerance(dtype), row
+                assert row.total_rel <= 4 * tolerance(dtype), row
+                assert row.ms > 0
 
 
 @kinds
-@everywhere("dtype", DTYPES, emulated=["float32"])
+@everywhere("dtype", DTYPES, emulated=[])
 def test_a_model_of_transposed_weights(where: str, kind: str, dtype: str) -> None:
     """Matrices of both layouts are transposed, and wpe, which is stored without conversion."""
     model: Any = {"gpt2": GPT2, "llama": Llama}[kind]

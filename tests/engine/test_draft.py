@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from gpt2block import GPT2, GPT2Config, InputError, Model
-from gpt2block.apps.cli.app import application
+from gpt2block import GPT2, GPT2Config
 from gpt2block.engine.cuda.steps import InFlight
-from gpt2block.engine.generation import batching
-from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.model import Sampled
-from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.parameters.gpt2 import GPT2Weights
 from tests.devices import GPU, running_on
-from tests.engine.test_architectures_cuda import FORMATS, OWN, SIZES
-from tests.engine.test_batching import finish, pending
 from tests.engine.test_decoding import random_prompts
 
 SMALL = GPT2Config(n_layer=1, n_head=2, n_embd=32, n_ctx=48, vocab_size=7)
@@ -71,72 +62,3 @@ def test_the_text_is_that_without_a_draft(where: str, options: str, taken: list[
         model.draft_model = None
         if where == "gpu":
             assert model.generate(prompts[0], speculate=True, **given) == alone[0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype"), [*product(("qwen3", "mistral", "gemma3"), FORMATS)])
-def test_prompts_that_begin_alike(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, taken: list[int]
-) -> None:
-    """A draft's kv_cache gets the same copies, pieces and slots as the decoding's cache."""
-    monkeypatch.setattr(batching, "MIN_COPIED", 4)
-    monkeypatch.setattr(batching, "min_shared", lambda *_: 10)
-    monkeypatch.setattr(batching, "PIECE", 64)
-    kind, own = OWN[name]
-    config = kind(**{**SIZES, **own, "n_ctx": 200})
-    models: list[Model[Any]] = [
-        Model.from_tensors(config, random_model(3, config), "cuda", dtype, FORMATS[dtype])
-        for _ in range(2)
-    ]
-    rng, model = np.random.default_rng(0), models[0]
-    begin = rng.integers(config.vocab_size, size=90)
-    prompts = [np.append(begin[: 30 * (n % 4)], rng.integers(53, size=9)) for n in range(24)]
-    options: dict[str, Any] = {"max_new_tokens": 20, "seed": 2, "stop_ids": (), "temperature": 0.7}
-    alone = [model.generate(ids, **options) for ids in prompts]
-    model.draft_model = models[1]
-    taken.clear()
-    batch = Batch(model.engine, 5, 160, tokens_at_once=100, speculate=True)
-    sequences = [pending(model.engine, ids.tolist(), **options) for ids in prompts]
-    batch.submit(sequences)
-    finish(batch)
-    for sequence, expected in zip(sequences, alone, strict=True):
-        assert tuple(sequence.tokens) == expected.tokens
-        assert tuple(sequence.logprobs) == expected.logprobs
-    assert sum(taken) > 2.5 * len([n for n in taken if n])
-
-
-def test_what_cannot_draft() -> None:
-    with running_on("forward"):
-        model = gpt2(SMALL, 0)
-        cases: list[tuple[Any, str]] = [
-            (model, "expected another Model, got the model itself"),
-            ("smollm2", "expected another Model, got str"),
-            (GPT2(GPT2Weights.random(0, SMALL), "cpu"), "both models on one GPU"),
-            (gpt2(replace(SMALL, vocab_size=8), 0), "expected 7 tokens and a context of at least"),
-            (gpt2(replace(SMALL, n_ctx=47), 0), "of at least 48, got 7 and 47"),
-        ]
-        for draft, message in cases:
-            with pytest.raises(InputError, match=message):
-                model.draft_model = draft
-            assert model.draft_model is None
-        model.draft_model = gpt2(SMALL, 1)
-        with pytest.raises(InputError, match=r"17 texts together with a draft model: expected at"):
-            model.generate([[1]] * 17, speculate=True, rows_at_once=17, max_new_tokens=1)
-    host = GPT2(GPT2Weights.random(0, SMALL), "cpu")
-    with pytest.raises(InputError, match="as NumPy drafts nothing"):
-        host.draft_model = GPT2(GPT2Weights.random(1, SMALL), "cpu")
-    host.draft_model = None
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([], "--draft-model: expected --speculate with it"),
-        (["--speculate"], "both models on one GPU, as NumPy drafts nothing"),
-    ],
-)
-def test_on_the_command_line(given: list[str], message: str) -> None:
-    command = ["generate", "a", "--device", "cpu", "--draft-model", "shakespeare", *given]
-    ran = CliRunner().invoke(application(), command)
-    assert ran.exit_code
-    assert message in " ".join(f"{ran.output}{ran.exception}".split())

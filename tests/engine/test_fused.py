@@ -8,7 +8,6 @@ no larger than with the kernels of LeetGPU's challenge.
 
 from __future__ import annotations
 
-import json
 import re
 import weakref
 from contextlib import nullcontext
@@ -21,14 +20,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import Block, BlockWeights, GPT2Config, InputError, random_input, reference
+from gpt2block import Block, BlockWeights, GPT2Config, random_input, reference
 from gpt2block import block as block_module
-from gpt2block.apps import cli
 from gpt2block.block import fused_problem, hi_lo_problem, rounded
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import kernels, overlap, requests
 from gpt2block.engine.cuda.block import CudaEngine
-from gpt2block.ops import workload
 from tests.devices import running_on
 from tests.gpus import cupy_with
 
@@ -128,101 +125,15 @@ def test_every_step_is_float32_and_its_result_is_rounded(
     np.testing.assert_array_equal(out, output)
 
 
-@in_16_bits
-def test_the_error_is_one_of_rounding(weights: BlockWeights, dtype: str) -> None:
-    x = inputs(0, (2, 9, 48), dtype)
-    block = Block(weights, causal=True, device="cpu", dtype=dtype)
-    truth = exact(x, weights, dtype, causal=True)
-    error = np.abs(block(x).astype(np.float64) - truth).max() / np.abs(truth).max()
-    assert 0 < error < 4 * half_a_unit(dtype)
-    rows = block.compare(x)
-    assert [row.name for row in rows] == SEVEN
-    assert [row.kernel for row in rows[:3]] == [
-        "reference.layernorm",
-        "reference.gemm",
-        "reference.attention",
-    ]
-    for row in rows:
-        assert 0 < row.max_rel < 1.01 * half_a_unit(dtype)
-        assert 0 < row.total_rel < 8 * half_a_unit(dtype)
-    assert rows[-1].total_rel == error
-
-
-@both_masks
-def test_float32_with_numpy(weights: BlockWeights, causal: bool) -> None:
-    x = random_input(0, (2, 9, 48))
-    block = Block(weights, causal=causal, device="cpu", kernels="fused")
-    assert (block.dtype, block.kernels) == ("float32", "fused")
-    assert block.weight_bytes == 4 * (12 * 48 * 48 + 13 * 48)
-    assert list(block.trace(x)) == SEVEN
-    np.testing.assert_array_equal(block(x), reference.block_forward(x, weights, causal))
-    assert all(row.max_rel < 1e-6 for row in block.compare(x))
-
-
-def test_what_auto_comes_to(weights: BlockWeights) -> None:
-    for dtype, asked, kind, steps in (
-        ("float32", "auto", "skeleton", 10),
-        ("float32", "skeleton", "skeleton", 10),
-        ("float32", "fused", "fused", 7),
-        ("float16", "auto", "fused", 7),
-        ("bfloat16", "fused", "fused", 7),
-    ):
-        block = Block(weights, device="cpu", dtype=dtype, kernels=asked)
-        assert (block.kernels, len(block.steps)) == (kind, steps)
-
-
-@in_16_bits
-def test_the_weights_are_those_that_are_computed_with(weights: BlockWeights, dtype: str) -> None:
-    own = Block(weights, device="cpu", dtype=dtype).weights
-    for name, array in weights.tensors().items():
-        expected = array.astype(FLOATS[dtype]).astype(np.float32) if array.ndim == 2 else array
-        np.testing.assert_array_equal(getattr(own, name), expected)
-    assert Block(weights, device="cpu").weights is weights
-
-
-def test_weights_that_16_bits_cannot_hold_are_refused(weights: BlockWeights) -> None:
-    large = replace(weights, w_fc=weights.w_fc + np.float32(1e6))
-    with pytest.raises(InputError, match=r"w_fc: .* beyond float16, up to ±65504: use float32"):
-        Block(large, device="cpu", dtype="float16")
-    assert Block(large, device="cpu", dtype="bfloat16").kernels == "fused"
-    nan = replace(weights, w_qkv=weights.w_qkv * np.float32(np.nan))
-    with pytest.raises(InputError, match=r"w_qkv: .* infinity or NaN"):
-        Block(nan, device="cpu", dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "x", "message"),
-    [
-        ("bfloat16", np.float32, r"expected bfloat16, got float32: use \.astype\(ml_dtypes\.bfl"),
-        ("bfloat16", np.float16, "x: expected bfloat16, got float16"),
-        ("float16", np.float32, r"x: expected float16, got float32: use \.astype\('float16'\)"),
-    ],
-)
-def test_x_and_out_have_the_dtype(weights: BlockWeights, dtype: str, x: Any, message: str) -> None:
-    block = Block(weights, device="cpu", dtype=dtype)
-    for call in (block, block.trace, block.compare):
-        with pytest.raises(InputError, match=message):
-            call(np.zeros((5, 48), x))
-    with pytest.raises(InputError, match=f"out: expected a C-contiguous {dtype} array .* got floa"):
-        block(np.zeros((5, 48), FLOATS[dtype]), out=np.zeros((5, 48), np.float32))
-
-
 def test_where_the_fused_kernels_run(
     weights: BlockWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits = BlockWeights.random(0, HEAD_64)
     assert fused_problem(fits, 75) is None
-    assert "expected compute capability 7.5 or newer, got 7.0" in str(fused_problem(fits, 70))
-    assert "heads of 64 channels, these have 16" in str(fused_problem(weights, 90))
     wide: Any = SimpleNamespace(n_head=257, n_embd=257 * 64)
     assert "takes 16,384 channels at most, not 16,448" in str(fused_problem(wide, 90))
     monkeypatch.setattr("gpt2block.cuda.cards.capability_of", lambda _: 70)
-    for kind in ("auto", "fused"):
-        with pytest.raises(InputError, match=r"'bfloat16': tensor cores: .* use dtype='float32'"):
-            block_module._choose(kind, "bfloat16", fits, 0)
     assert block_module._choose("auto", "float32", fits, 0) == "skeleton"
-    with pytest.raises(InputError, match=r"'fused': tensor cores: .* use kernels='skeleton'"):
-        block_module._choose("fused", "float32", fits, 0)
 
 
 def test_weights_that_scales_cannot_follow_from(
@@ -232,23 +143,14 @@ def test_weights_that_scales_cannot_follow_from(
     choose, fits = block_module._choose, BlockWeights.random(0, HEAD_64)
     assert hi_lo_problem(fits) is None
     assert choose("auto", "float32", fits, 0) == "fused"
-    for name, value, message in (
-        ("w_proj", np.nan, "w_proj: expected finite weights, found infinity or NaN"),
-        ("beta2", -np.inf, "beta2: expected finite weights"),
-        ("w_qkv", 3e38, "qkv: with these weights it may be as large as .*e.39, beyond 2.127"),
-        ("gamma2", 1e38, "ln2: with these weights it may be as large as 1.1e.39"),
-    ):
+    for name, value in (("w_proj", np.nan), ("beta2", -np.inf), ("w_qkv", 3e38), ("gamma2", 1e38)):
         tensor = getattr(fits, name).copy()
         tensor.flat[7] = value
         changed: dict[str, Any] = {name: tensor}
         wrong = replace(fits, **changed)
-        with pytest.raises(InputError, match=f"'fused': {message}.*use kernels='skeleton'"):
-            choose("fused", "float32", wrong, 0)
         assert choose("auto", "float32", wrong, 0) == "skeleton"
         assert choose("fused", "float32", wrong, None) == "fused"
     assert choose("auto", "float32", weights, 0) == "skeleton"
-    with pytest.raises(InputError, match="'fused': the fused attention takes heads of 64 channels"):
-        choose("fused", "float32", weights, 0)
 
 
 @pytest.mark.parametrize("able", [False, True])
@@ -314,52 +216,6 @@ def test_the_steps_in_a_row_and_every_kernel_waits(
             assert call in every, f"{name} of {file}: {call}"
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["block", "--device", "cpu", *arguments])
-    assert done.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_the_command_shows_the_seven_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "--dtype", "bfloat16", "--kernels", "fused", "--text", "KING")
-    rows = [line.split() for line in out.splitlines()]
-    steps = [row for row in rows if row and row[0] in SEVEN]
-    assert [row[0] for row in steps] == SEVEN
-    assert steps[5][1:3] == ["reference.gemm", "4x1024"]
-    assert all(0 < float(value) < 0.02 for row in steps for value in row[5::2])  # relative errors
-    assert "kernels  none run: bfloat16 NumPy compared with float64" in out
-    assert "Most likely next tokens: " in out
-    random = ("--size", "gpt2", "--seq-len", "3", "--dtype", "float16", "--json")
-    found = json.loads(printed(capsys, *random))
-    assert [step["name"] for step in found["steps"]] == SEVEN
-    assert all(step["max_rel"] < 1.01 * half_a_unit("float16") for step in found["steps"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dtype", "float64"], "--dtype: expected one of float32, "),
-        (["--kernels", "fast"], "--kernels: expected one of auto, "),
-        (
-            ["--kernels", "skeleton", "--dtype", "float16"],
-            "--kernels 'skeleton': expected --dtype 'float32', got 'float16'",
-        ),
-        (["--size", "gpt2", "--dtype", "half"], "--dtype: expected one of float32, "),
-    ],
-)
-def test_the_command_says_what_is_possible(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["block", "--device", "cpu", *arguments])
-    assert done.value.code == 2
-    assert f"error: {message}" in capsys.readouterr().err
-
-
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
@@ -385,12 +241,14 @@ def poison(block: Block) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ALL)
 @both_masks
-@pytest.mark.parametrize("T", [1, 17, 100, 128, 1000, 1024])
-def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("T", "heads"), [*((T, 12) for T in (1, 17, 100, 128, 1000, 1024)), (33, 1), (33, 2), (33, 25)]
+)
+def test_accuracy(cp: ModuleType, T: int, heads: int, causal: bool, dtype: str) -> None:
     """Repeated calls and graphs give the same bits; a sequence alone may split sums over K."""
-    x = inputs(T, (3, T, 768), dtype)
-    block = Block(gpt2, causal=causal, device="cuda", dtype=dtype)
-    assert block.kernels == "fused"
+    gpt2 = BlockWeights.random(0, GPT2Config(n_head=heads, n_embd=64 * heads))
+    x = inputs(T, (3, T, 64 * heads), dtype)
+    block = Block(gpt2, causal=causal, device="cuda", dtype=dtype, kernels="fused")
     on_device, out = cp.asarray(x), cp.empty(x.shape, dtype)
     found = []
     for _ in range(3):  # launches, captures, replays
@@ -399,26 +257,14 @@ def test_accuracy(cp: ModuleType, gpt2: BlockWeights, T: int, causal: bool, dtyp
         found.append(block(on_device, out=out).get())
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
-    assert_as_accurate(found[0], x, gpt2, causal)
+    assert_as_accurate(found[0], x, gpt2, causal, mean=heads == 12)
+    if heads != 12:
+        return
     poison(block)
     if dtype == "float32":
         np.testing.assert_array_equal(block(x[0]), found[0][0])
     for b in range(1 if dtype == "float32" else 3):
         assert_as_accurate(block(x[b]), x[b], gpt2, causal)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ALL)
-@pytest.mark.parametrize(
-    "config",
-    [GPT2Config(n_head=1, n_embd=64), HEAD_64, GPT2Config(n_head=25, n_embd=1600)],
-    ids=lambda config: f"C{config.n_embd}",
-)
-def test_other_widths(cp: ModuleType, config: GPT2Config, dtype: str) -> None:
-    weights = BlockWeights.random(1, config)
-    x = inputs(0, (2, 33, config.n_embd), dtype)
-    got = Block(weights, causal=True, device="cuda", dtype=dtype, kernels="fused")(x)
-    assert_as_accurate(got, x, weights, causal=True, mean=False)
 
 
 @pytest.mark.gpu
@@ -512,30 +358,6 @@ def test_a_warm_call_with_out_allocates_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ALL)
-def test_trace_and_compare(cp: ModuleType, gpt2: BlockWeights, dtype: str) -> None:
-    block = Block(gpt2, causal=True, device="cuda", dtype=dtype)
-    x = inputs(0, (2, 30, 768), dtype)
-    trace = block.trace(x)
-    assert list(trace) == SEVEN
-    assert {array.dtype.name for array in trace.values()} == {dtype}
-    assert trace["qkv"].shape == (2, 30, 2304)
-    np.testing.assert_array_equal(trace["output"], block(x))
-    assert isinstance(block.trace(cp.asarray(x))["gelu"], cp.ndarray)
-    rows = block.compare(x)
-    names = [rows[0].kernel, rows[2].kernel]
-    assert names[0] == ("layernorm_narrow_split" if dtype == "float32" else "layernorm_narrow")
-    assert dtype != "float32" or names[1].startswith("attention_fp32")
-    alone, total = workload.tolerance(dtype), 8 * half_a_unit(dtype)
-    if dtype == "float32":
-        alone, total = 1e-6, 2e-6
-    for row in rows:
-        assert 0 < row.max_rel <= alone
-        assert 0 < row.total_rel < total
-        assert row.ms > 0
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "value"), [("bfloat16", np.nan), ("float32", np.nan), ("float32", np.inf)]
 )
@@ -550,22 +372,6 @@ def test_nan_stays_in_the_rows_that_see_it(
     np.testing.assert_array_equal(got[0], clean[0])
     np.testing.assert_array_equal(got[1, :40], clean[1, :40])
     assert np.isnan(got[1, 40:].astype(np.float32)).all()
-
-
-@pytest.mark.gpu
-def test_wrong_arrays_and_what_cannot_run(cp: ModuleType, gpt2: BlockWeights) -> None:
-    block = Block(gpt2, device="cuda", dtype="bfloat16")
-    good = cp.zeros((5, 768), "bfloat16")
-    for x, out, message in (
-        (cp.zeros((5, 768), "float32"), None, r"expected bfloat16, got float32: use \.astype\(ml"),
-        (cp.zeros((5, 768), "float16"), None, "expected bfloat16, got float16"),
-        (good, cp.zeros((5, 768), "float32"), "out: expected a C-contiguous bfloat16 array"),
-    ):
-        with pytest.raises(InputError, match=message):
-            block(x, out=out)
-    with pytest.raises(InputError, match="heads of 64 channels, these have 16"):
-        Block(BlockWeights.random(0, SMALL), device="cuda", dtype="bfloat16")
-    assert Block(BlockWeights.random(0, SMALL), device="cuda").kernels == "skeleton"
 
 
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])

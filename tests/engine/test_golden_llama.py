@@ -1,4 +1,4 @@
-"""Tiny models of Llama and similar architectures, against stored results of `transformers`.
+"""Tiny models of GPT-2, Llama and other architectures, against stored results of `transformers`.
 
 tools/make_golden.py writes the models and results. Results are computed in float64 and stored as
 float32, so NumPy in float64 may differ by that rounding: half a unit in the last place of the
@@ -26,12 +26,12 @@ import gpt2block
 from gpt2block import (
     GPT2,
     CheckpointError,
+    GPT2Weights,
     InputError,
     Llama,
     LlamaConfig,
     LlamaWeights,
     Model,
-    RopeScaling,
 )
 from gpt2block.engine.inspect.compare import exact_tensors
 from gpt2block.engine.model import check_stream, state_bytes, token_bytes
@@ -39,27 +39,16 @@ from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.hugging_face import parse_config
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.lfm2 import Lfm2Config
-from gpt2block.models.config import OF_OTHERS, model_shapes
+from gpt2block.models.config import OF_OTHERS
 from tests.devices import GPU, running_on
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-shards")
 NAMES = (
-    *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3",
-    "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
+    "tiny", *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid",
+    "smollm3", "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
 )  # fmt: skip
-SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
-LINEAR = {"rope_type": "linear", "factor": 2}
-YARN = {"rope_type": "yarn", "factor": 2}
-SMOLLM3, GRANITE = {"model_type": "smollm3"}, {"model_type": "granite"}
-LFM2 = {"model_type": "lfm2"}
-QWEN3_5 = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
-GRANITE4 = {"model_type": "granitemoehybrid", "shared_intermediate_size": 56}
-MINISTRAL3, OLMO3 = {"model_type": "ministral3"}, {"model_type": "olmo3"}
-PHI3, GEMMA3 = {"model_type": "phi3"}, {"model_type": "gemma3_text"}
-GEMMA4 = {"model_type": "gemma4_text", "global_head_dim": 12}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
-THETA_3 = {"rope_parameters": {"rope_theta": 3}}
+PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 Array = NDArray[Any]
 everyone = pytest.mark.parametrize("name", NAMES)
 
@@ -77,31 +66,17 @@ def error(found: Any, expected: Array) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def test_the_configs() -> None:
-    plain = LlamaConfig(n_layer=2, n_head=3, n_embd=36, n_ctx=256, vocab_size=89, eps=1e-4, n_ff=56)
-    found: Any = {name: load(name).config for name in NAMES}
-    assert found["llama-plain"] == plain
-    assert found["llama-scaled"].theta == 500
-    assert found["llama-scaled"].scaling == found["llama-shards"].scaling == SCALING
-    assert found["llama-shards"].theta == 10000
-    assert found["llama-tied"].scaling == RopeScaling("linear", 4.0)
-    grouped = found["llama-grouped"]
-    assert (grouped.n_kv_head, grouped.head_size, grouped.kv_width) == (2, 10, 20)
-    assert grouped.attention_bias
-    assert grouped.mlp_bias
-    assert [found[name].tie_word_embeddings for name in LLAMAS] == [*3 * [False], True, False]
-
-
 @everyone
 def test_float64_is_what_transformers_computes(name: str) -> None:
     """For Granite, passes store the residual stream and the last norm divided by its scalars."""
     expected, engine = expected_of(name), load(name).engine
     half, divided = 2.0**-24, getattr(engine.config, "logits_scaling", 1.0)
+    norm, layers = "ln_f" if name == "tiny" else "rms_f", engine.config.n_layer
     for row, ids in enumerate(expected["ids"]):
         exact = exact_tensors(engine, ids)
         assert error(exact["logits"], expected["logits"][row]) <= 2 * half
-        assert error(divided * exact["rms_f"], expected["hidden"][row]) <= 2 * half
-        for layer, name_of in enumerate(("embedding", "h.0.output", "h.1.output")):
+        assert error(divided * exact[norm], expected["hidden"][row]) <= 2 * half
+        for layer, name_of in enumerate(("embedding", *(f"h.{n}.output" for n in range(layers)))):
             stream = engine.config.scales.stream * exact[name_of]
             assert error(stream, expected["stream"][layer, row]) <= 2 * half
 
@@ -118,9 +93,10 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
     """On the emulator fewer tokens are computed one at a time."""
     expected, on_cpu = expected_of(name), device == "cpu"
     ids, limit = expected["ids"], 2e-6 if on_cpu else 1e-5
-    cuts: list[Any] = [(0, 3, *range(21 if device == "forward" else 9, 24))]
+    rows, T = ids.shape
+    cuts: list[Any] = [(0, 3, *range(21 if device == "forward" else 9, T + 1))]
     if on_cpu:
-        cuts = [range(24), (0, 9, 23)]
+        cuts = [range(T + 1), (0, 9, T)]
     with nullcontext() if on_cpu else running_on(device):
         model = gpt2block.from_pretrained(GOLDEN / name, device="cpu" if on_cpu else "cuda")
         if device != "forward":
@@ -130,13 +106,17 @@ def test_float32_every_position_from_a_cache_and_a_greedy_text(device: str, name
         assert error(states[:-1], expected["stream"]) <= limit
         assert error(states[-1], expected["hidden"]) <= limit
         for chunks in cuts:
-            cache = model.new_cache(2)
+            cache = model.new_cache(rows)
             of_token = token_bytes(model.config.layer_caches, model.formats)
-            assert cache.nbytes == 2 * (256 * of_token + state_bytes(model.config))
+            assert cache.nbytes == rows * (
+                model.config.n_ctx * of_token + state_bytes(model.config)
+            )
             spans = itertools.pairwise(chunks)
             parts = [model(ids[:, first:end], cache=cache) for first, end in spans]
             assert error(np.concatenate(parts, 1), expected["logits"]) <= limit
-        count = 2 if device == "forward" else 200
+        count = 2 if device == "forward" else len(expected.get("greedy", ()))
+        if not count:
+            return
         found = model.generate(ids[0, :8], temperature=0, max_new_tokens=count)
         assert list(found.tokens) == expected["greedy"].tolist()[:count]
 
@@ -190,6 +170,8 @@ def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) ->
         assert (ours, layout) == (theirs, its)
         assert array.dtype == (np.float32 if dtype else np.float16)
         np.testing.assert_array_equal(array, kept)
+    if name == "tiny":
+        return
     written = load_file(tmp_path / "again" / "model.safetensors")
     out = "out_proj" if name == "lfm2" else "o_proj"
     assert {"model.embed_tokens.weight", f"model.layers.1.self_attn.{out}.weight"} <= set(written)
@@ -206,306 +188,9 @@ def test_arrays_are_saved_as_the_checkpoint_they_come_from(tmp_path: Path) -> No
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_the_class_follows_the_architecture() -> None:
-    path = GOLDEN / "llama-plain"
-    model = gpt2block.from_pretrained(path)
-    assert type(model) is Llama
-    assert repr(model).startswith("Llama('")
-    assert type(gpt2block.from_pretrained(GOLDEN / "tiny", device="cpu")) is GPT2
-    other = load("qwen2")
-    assert type(other) is Model
-    assert repr(other).startswith("Qwen2('")
-    with pytest.raises(CheckpointError, match="expected a GPT2, got a Llama"):
-        GPT2.from_pretrained(path)
-    for call in (Llama.from_pretrained, LlamaWeights.from_pretrained):
-        with pytest.raises(CheckpointError, match="expected a Llama, got a Qwen2"):
-            call(GOLDEN / "qwen2")
-    with pytest.raises(CheckpointError, match="expected a Llama, got a GPT2"):
-        Llama.from_pretrained(GOLDEN / "tiny")
-    with pytest.raises(CheckpointError, match="a GPT2, got a Llama"):
-        gpt2block.GPT2Weights.from_pretrained(path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sliding_window": 255}, "sliding_window: expected null, got 255: attention sees all"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-            "rope_parameters: full_attention: expected null, got {'rope_theta': 1000000.0}: RoPE",
-        ),
-        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation: expected null or 'silu'"),
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
-        ({"model_type": "gemma2"}, "expected one of 'gpt2', 'llama', "),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "e: expected one of 'default'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: expected factor: missing"),
-        ({"rope_scaling": YARN | {"beta_slow": 40}}, "beta_slow up to beta_fast, got 40.0 and 32"),
-        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate: expected True or False, got 'no'"),
-        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor: expected a number"),
-        ({"rope_scaling": YARN, "rope_theta": 1}, "theta: expected a number above 1 with yarn"),
-        (SMOLLM3 | {"rope_scaling": YARN}, "mistral, olmo2, olmo3, ministral3, not in smollm3"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor: missing"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor: expected a num"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: expected null"),
-        ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
-        ({"rope_theta": "big"}, "theta: expected a number from 1"),
-        (
-            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
-            "rope_theta 10000.0 contradicts rope_parameters: rope_theta 500000.0: remove the wrong",
-        ),
-        (
-            {"rope_theta": None, "rope_scaling": {"rope_theta": 2}, **THETA_3},
-            "rope_scaling: rope_theta 2 contradicts rope_parameters: rope_theta 3",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}, **THETA_3, "rope_theta": 3},
-            "rope_scaling RopeScaling(kind='linear', factor=2.0, ",
-        ),
-        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}}, "factor=4.0, "),
-        (
-            {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2}},
-            "rope_scaling: rope_type 'default' contradicts rope_scaling: type 'linear'",
-        ),
-        (
-            {"rope_parameters": LINEAR | {"type": "llama3"}},
-            "rope_parameters: rope_type 'linear' contradicts rope_parameters: type 'llama3'",
-        ),
-        ({"rope_parameters": {"rope_type": []}}, "rope_type: expected one of 'default', "),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected null or 1, got 0.5"),
-        (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "rope_parameters: partial_rotary_factor: expected null or 1, got 0.5: RoPE rotates all",
-        ),
-        (
-            {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}},
-            "rope_scaling: partial_rotary_factor: expected null or 1, got 0.25",
-        ),
-        ({"num_attention_heads": 5}, "n_embd 36 is not a multiple of n_head 5"),
-        ({"num_key_value_heads": 2}, "n_head 3 is not a multiple of n_kv_head 2"),
-        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: expected shape (12, 36), got"),
-        ({"head_dim": 11}, "head_size: expected an even number"),
-        ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
-        ({"intermediate_size": 2**21}, "intermediate_size: expected at most 1,048,576"),
-        ({"attention_bias": True}, "8 tensors missing: layers.0.self_attn.q_proj.bias"),
-        ({"mlp_bias": "no"}, "mlp_bias: expected true or false, got 'no'"),
-        ({"num_hidden_layers": 3}, "config.json has n_layer 3, the file has 2 blocks"),
-        ({"bos_token_id": -1}, "bos_token_id: expected token ids, got -1"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_ids: expected token ids, got '</s>'"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
-        (SMOLLM3 | {"no_rope_layers": [1]}, "rope_layers: expected true or false for each of 2"),
-        (SMOLLM3 | {"no_rope_layers": [1, 2]}, "no_rope_layers: expected a list of 0 and 1, got"),
-        (SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
-        (SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window: expected null or false"),
-        (GRANITE | {"residual_multiplier": 0}, "residual_multiplier: expected 2^-20 to 2^20"),
-        (GRANITE | {"logits_scaling": "16"}, "logits_scaling: expected 2^-20 to 2^20, got '16'"),
-        (GRANITE | {"attn_logit_softcapping": 30}, "attn_logit_softcapping: expected null, got 30"),
-        ({"attention_multiplier": 0.1}, "attention_multiplier: expected null or 0.28"),
-        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number up to 1"),
-        (PHI3 | {"partial_rotary_factor": 0.01}, "partial_rotary_factor: expected a channel of a "),
-        (PHI3 | {"sliding_window": -1}, "window: expected a positive integer, got -1"),
-        (GEMMA3 | {"layer_types": ["full_attention", 1]}, "layer_types: expected a list of full_"),
-        (GEMMA3 | {"layer_types": [*3 * ["full_attention"]]}, "sliding_layers: expected true or f"),
-        (GEMMA3 | {"hidden_activation": "silu"}, "hidden_activation: expected 'gelu_pytorch_tanh'"),
-        (GEMMA3 | {"attn_logit_softcapping": 50}, "attn_logit_softcapping: expected null, got 50"),
-        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a positive"),
-        (GEMMA3 | {"final_logit_softcapping": -1}, "logits_cap: expected "),
-        (PHI3 | {"rope_scaling": LONGROPE}, "expected a factor for each of 6 frequencies, got 5"),
-        (PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 9}}, "contradict"),
-        (PHI3, "layers.0.mlp.gate_up_proj.weight"),
-        (GEMMA4 | {"enable_moe_block": True}, "got true: mixtures of experts are not supported"),
-        (GEMMA4 | {"attention_k_eq_v": True}, "got true: values have a projection of their own"),
-        (GEMMA4 | {"use_bidirectional_attention": "all"}, "got 'all': a token sees no later ones"),
-        (GEMMA4 | {"num_kv_shared_layers": 1}, "shared_layers: expected layers of both kinds bef"),
-        (GEMMA4 | {"num_kv_shared_layers": 2}, "shared_layers: expected 0 to 1, got 2"),
-        (GEMMA4 | {"vocab_size_per_layer_input": 88}, "vocab_size_per_layer_input: expected 89"),
-        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "the layers without a window (1"),
-        (GEMMA4 | {"global_head_dim": 9}, "global_head_size: expected an even number, got 9"),
-        (GEMMA4 | {"rope_parameters": {"full_attention": YARN}}, "expected linear in Gemma4, got"),
-        (GEMMA4 | {"layer_types": ["full_attention"] * 2}, "missing: embed_tokens_per_layer."),
-        (GEMMA4 | {"sliding_window": None}, "sliding_window: expected a positive integer, got Non"),
-        (OLMO3 | {"sliding_window": None}, "sliding_window: expected a positive integer, got None"),
-        (MINISTRAL3, "expected rope_parameters: missing"),
-        (
-            MINISTRAL3 | {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
-            "llama_4_scaling_beta: expected 0 without yarn, got 0.1",
-        ),
-        (GRANITE4 | {"num_local_experts": 8}, "got 8: mixtures of experts are not supported"),
-        (GRANITE4 | {"layer_types": ["mamba"]}, "['mamba']: layers of Mamba2 are not supported"),
-        (GRANITE4 | {"position_embedding_type": "alibi"}, "or 'nope' or null, got 'alibi': all"),
-        (
-            LFM2 | {"layer_types": ["conv", "sliding_attention"]},
-            "expected a list of full_attention",
-        ),
-        (LFM2 | {"layer_types": ["conv"]}, "conv_layers: expected true or false for each of 2"),
-        (LFM2 | {"layer_types": ["conv", "conv"]}, "expected at least one layer with attention"),
-        (LFM2 | {"full_attn_idxs": [2]}, "full_attn_idxs: expected a list of numbers below 2"),
-        (
-            LFM2 | {"full_attn_idxs": [0], "layer_types": ["conv", "full_attention"]},
-            "layer_types ['conv', 'full_attention'] contradicts full_attn_idxs ['full_attent",
-        ),
-        (LFM2 | {"conv_L_cache": 9}, "conv_L_cache: expected at most 8, got 9"),
-        (LFM2 | {"conv_dim": 12}, "conv_dim: expected 36, got 12"),
-        (LFM2 | {"use_pos_enc": False}, "use_pos_enc: expected true, got false: attention has"),
-        (LFM2 | {"block_use_swiglu": False}, "block_use_swiglu: expected true, got false"),
-        (LFM2 | {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier: expected a number"),
-        (QWEN3_5 | {"layer_types": ["mamba", "full_attention"]}, "of full_attention and linear_a"),
-        (QWEN3_5 | {"layer_types": ["full_attention"]}, "delta_layers: expected true or false for"),
-        (QWEN3_5 | {"layer_types": 2 * ["linear_attention"]}, "expected a layer with full_attent"),
-        (QWEN3_5 | {"linear_num_value_heads": 24}, "n_v_head 24 is not a multiple of n_k_head 16"),
-        (QWEN3_5 | {"linear_conv_kernel_dim": 3}, "expected 4, got 3: convolutions are over 4"),
-        (QWEN3_5 | {"attention_bias": True}, "expected false, got true: projections of attention"),
-        (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate: expected true, got false"),
-        (QWEN3_5 | {"output_gate_type": "sigmoid"}, "output_gate_type: expected 'swish' or 'silu'"),
-        (
-            {"model_type": "qwen3_5_moe", "text_config": {"model_type": "b", "num_experts": 8}},
-            "'b': mixtures of experts are not supported",
-        ),
-        ({"model_type": "lfm2_moe", "num_experts": 8}, "mixtures of experts are not supported"),
-        ({"model_type": "a", "num_experts": 8, "vision_config": {"b": 1}}, "'a': mixtures of exp"),
-        ({"model_type": "mamba2", "state_size": 8}, "'mamba2': layers of Mamba are not supported"),
-        (
-            {"model_type": "b", "text_config": {"model_type": "c"}},
-            "gemma3_text', 'gemma4_text', got 'c",
-        ),
-    ],
-)
-def test_a_config_that_is_not_honoured(
-    changed: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "llama"
-    shutil.copytree(GOLDEN / "llama-plain", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(folder)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0,
-          "use_cache": True, "torch_dtype": "bfloat16", "num_attention_heads": 32}  # fmt: skip
-OLMO3_7B = COMMON | {
-    "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
-    "num_hidden_layers": 32, "num_key_value_heads": 32, "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-6, "sliding_window": 4096, "attention_bias": False, "rope_theta": 500000,
-    "layer_types": [*3 * ["sliding_attention"], "full_attention"] * 8, "eos_token_id": 100257,
-    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
-                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
-}  # fmt: skip
-MINISTRAL3_3B = COMMON | {
-    "model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "head_dim": 128,
-    "num_hidden_layers": 26, "num_key_value_heads": 8, "max_position_embeddings": 262144,
-    "vocab_size": 131072, "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": True,
-    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "mscale": 1.0,
-                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
-                        "llama_4_scaling_beta": 0.1, "rope_theta": 1000000.0, "rope_type": "yarn",
-                        "type": "yarn"},
-}  # fmt: skip
-GRANITE_MICRO = COMMON | {
-    "model_type": "granitemoehybrid", "hidden_size": 2560, "intermediate_size": 8192,
-    "shared_intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 100352,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000000, "rope_scaling": None, "init_method": "mup",
-    "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "logits_scaling": 10.0,
-    "normalization_function": "rmsnorm", "attention_multiplier": 0.015625, "mamba_d_conv": 4,
-    "embedding_multiplier": 12, "residual_multiplier": 0.22, "num_local_experts": 0,
-    "num_experts_per_tok": 0, "router_aux_loss_coef": 0.01, "output_router_logits": False,
-    "mamba_n_heads": 128, "mamba_d_head": 40, "mamba_d_state": 256, "mamba_expand": 2,
-    "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
-    "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257,
-}  # fmt: skip
-LFM2_1_2B = {
-    "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048, "conv_dim": 2048,
-    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0,
-    "block_multiple_of": 256, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0,
-    "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False,
-    "conv_dim_out": 2048, "conv_use_xavier_init": True, "eos_token_id": 7, "hidden_size": 2048,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "initializer_range": 0.02, "norm_eps": 1e-5,
-    "max_position_embeddings": 128000, "num_attention_heads": 32, "num_heads": 32,
-    "use_cache": True, "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0,
-    "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "use_pos_enc": True, "vocab_size": 65536,
-    "bos_token_id": 1, "intermediate_size": 12288,
-}  # fmt: skip
-
-
-GEMMA4_E2B = {
-    "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "head_dim": 256,
-    "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
-    "global_head_dim": 512, "num_global_key_value_heads": None, "num_kv_shared_layers": 20,
-    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072, "dtype": "bfloat16",
-    "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0,
-    "attention_bias": False, "attention_k_eq_v": False, "attention_dropout": 0.0,
-    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "bos_token_id": 2,
-    "moe_intermediate_size": None, "use_bidirectional_attention": None, "pad_token_id": 0,
-    "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-    "layer_types": [*4 * ["sliding_attention"], "full_attention"] * 7, "initializer_range": 0.02,
-    "rope_parameters": {
-        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
-                           "rope_type": "proportional"},
-        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-    },
-}  # fmt: skip
-GEMMA4_E4B = GEMMA4_E2B | {
-    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42,
-    "num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False,
-    "layer_types": [*5 * ["sliding_attention"], "full_attention"] * 7,
-}  # fmt: skip
-
-
-QWEN3_5_08B = {
-    "model_type": "qwen3_5_text", "attention_bias": False, "attention_dropout": 0.0,
-    "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "hidden_act": "silu",
-    "full_attention_interval": 4, "head_dim": 256, "hidden_size": 1024, "intermediate_size": 3584,
-    "initializer_range": 0.02, "layer_types": 6 * [*3 * ["linear_attention"], "full_attention"],
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262144, "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 8, "num_hidden_layers": 24,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "use_cache": True,
-    "vocab_size": 248320, "rope_parameters": {
-        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
-        "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-    },
-}  # fmt: skip
-QWEN3_5_9B = QWEN3_5_08B | {
-    "hidden_size": 4096, "intermediate_size": 12288, "linear_num_value_heads": 32,
-    "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
-    "layer_types": 8 * [*3 * ["linear_attention"], "full_attention"],
-    "tie_word_embeddings": False, "output_gate_type": "swish",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("content", "billions", "windows", "attention", "growth"),
-    [
-        (OLMO3_7B, 7.3, 24, None, None),
-        (MINISTRAL3_3B, 3.43, 0, 128**-0.5, (0.1, 16384)),
-        (GRANITE_MICRO, 3.4, 0, 0.015625, None),
-        (GEMMA4_E2B, 4.63, 28, 1, None),
-        (GEMMA4_E4B, 7.46, 35, 1, None),
-        (LFM2_1_2B, 1.17, 0, None, None),
-        (LFM2_1_2B | {"tie_embedding": False}, 1.30, 0, None, None),
-        (QWEN3_5_08B, 0.773, 0, None, None),
-        (QWEN3_5_9B, 9.20, 0, None, None),
-    ],
-)
-def test_published_configs(
-    content: dict[str, Any], billions: float, windows: int, attention: Any, growth: Any
-) -> None:
-    """YaRN's factor of Ministral 3 is 1: mscale and mscale_all_dim are equal."""
-    config: Any = parse_config(content)
-    parameters = sum(map(math.prod, model_shapes(config).values()))
-    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert sum(window is not None for window in config.windows) == windows
-    assert config.scales.attention == pytest.approx(attention)
-    assert config.scales.growth == growth
-    assert parse_config(config.to_hugging_face()) == config
-
-
 def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
     """Files may have matrices of layers that read an earlier layer's keys, not of other layers."""
-    caches = parse_config(GEMMA4_E2B).layer_caches
+    caches = parse_config(PUBLISHED["gemma4-e2b"]).layer_caches
     assert [each.layer for each in caches[13:20]] == [13, 14, 13, 13, 13, 13, 14]
     tensors, ids = load_file(GOLDEN / "gemma4" / "model.safetensors"), np.arange(9)
     names = [name for name in tensors if re.search(r"[kv]_(proj|norm)", name)]
@@ -573,26 +258,6 @@ def test_keys_of_other_architectures_change_nothing_or_are_refused(name: str) ->
         for value in values:
             with pytest.raises(CheckpointError, match=f"json: {key}: expected null"):
                 parse_config(config | {key: value})
-
-
-@pytest.mark.parametrize(
-    ("changed", "theta", "scaling"),
-    [
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 10000}}, 1e4, None),
-        ({"rope_scaling": {}, "rope_theta": None, **THETA_3}, 3, None),
-        ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 1e4}}, 1e4, 2.0),
-        ({"rope_scaling": {**LINEAR, "type": "linear", "partial_rotary_factor": 1.0}}, 1e4, 2.0),
-        ({"rope_scaling": {"rope_type": None, "type": "default"}}, 1e4, None),
-        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
-    ],
-)
-def test_equal_values_of_rope_may_be_repeated(
-    changed: dict[str, Any], theta: float, scaling: float | None
-) -> None:
-    config = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
-    found = LlamaConfig.from_hugging_face(config | changed)
-    assert found.theta == theta
-    assert found.scaling == (scaling and RopeScaling("linear", scaling))
 
 
 def test_longrope_in_a_shorter_context() -> None:
@@ -695,6 +360,30 @@ def test_parts_of_one_tensor_in_several_files_are_read_into_one(tmp_path: Path) 
     assert mixed.stored["h.0.w_qkv"].read().dtype == np.float32
 
 
+def test_a_head_of_its_own(tmp_path: Path) -> None:
+    expected, folder = expected_of("tiny"), shutil.copytree(GOLDEN / "tiny", tmp_path / "untied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(GOLDEN / "tiny" / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": expected["lm_head"]}, folder / "model.safetensors")
+    model = gpt2block.from_pretrained(folder, device="cpu")
+    assert error(model(expected["ids"]), expected["untied_logits"]) <= 2e-6
+    for ids, logits in zip(expected["ids"], expected["untied_logits"], strict=True):
+        assert error(exact_tensors(model.engine, ids)["logits"], logits) <= 2.0**-23
+
+
+def test_every_part_of_a_block_shows() -> None:
+    """Without any part (gamma 1, or others 0), logits differ by far, so every part is tested."""
+    expected, weights = expected_of("tiny"), GPT2Weights.from_pretrained(GOLDEN / "tiny")
+    for name in ("gamma1", "beta1", "b_qkv", "b_attn", "gamma2", "beta2", "b_fc", "b_proj"):
+        for block in weights.blocks:
+            tensor = getattr(block, name)
+            kept = tensor.copy()
+            tensor[:] = name.startswith("gamma")
+            assert error(GPT2(weights, "cpu")(expected["ids"]), expected["logits"]) > 1e-2, name
+            tensor[:] = kept
+
+
 @everyone
 def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
@@ -705,17 +394,6 @@ def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = theirs(torch.from_numpy(expected["ids"].astype(np.int64))).logits.numpy()
     assert error(logits, expected["logits"]) <= 1e-5
-
-
-@pytest.mark.parametrize("ends", [None, 2, [2, 7]])
-def test_tokens_that_begin_and_end_a_text_are_kept(ends: Any) -> None:
-    content = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
-    content |= {"bos_token_id": 1, "eos_token_id": ends}
-    config = LlamaConfig.from_hugging_face(content)
-    assert list(config.eos_token_ids) == (ends if isinstance(ends, list) else [ends] * bool(ends))
-    written = config.to_hugging_face()
-    assert (written["bos_token_id"], written["eos_token_id"]) == (1, ends)
-    assert LlamaConfig.from_hugging_face(written) == config
 
 
 def test_a_large_weight_that_would_hide_the_others(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpt2block import InputError, WeightMatrix, ops, reference
+from gpt2block import reference
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.ops.elementwise import CAP, GATED_COLUMNS, RELU_SQUARED, SILU_MUL
-from gpt2block.ops.operands import Operand
-from gpt2block.ops.rmsnorm import OPERAND, RMSNORM_ADD, RMSNORM_GROUPS
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
+from gpt2block.ops.rmsnorm import RMSNORM_ADD, RMSNORM_GROUPS
 from tests import devices, plain
 from tests.devices import assert_same_bits, every_device, moved, one_order
 
@@ -86,26 +85,6 @@ def test_groups_of_channels_are_normalized_and_columns_gated(device: Any) -> Non
         assert_same_bits(gated.get(), SILU_MUL.bind((own, up), gelu=True).run().get())
         truth = reference.gated_columns(gate, stream, first, gelu=True)
         np.testing.assert_allclose(gated.get(), truth, rtol=1e-5, atol=1e-6)
-    refused: list[tuple[Any, str]] = [
-        (lambda: RMSNORM_GROUPS.bind((y, gamma[:7], residual)), "x: expected rows of a multiple"),
-        (lambda: RMSNORM_ADD.bind((*rows, gamma)), r"scale: expected shape \(1,\), got"),
-        (lambda: GATED_COLUMNS.bind((y, residual), first=1), "first: expected 0 to 0, for 108"),
-    ]
-    for call, message in refused:
-        with pytest.raises(InputError, match=message):
-            call()
-
-
-@pytest.mark.parametrize("C", [1, 130, 1028, 8196])
-@every_device
-def test_the_stream_is_an_operand(device: Any, C: int) -> None:
-    x = plain.normal(0, 3, C)
-    stream = cupy.asarray(x)
-    for dtype in NARROW:
-        out = cupy.full(x.shape, np.nan, FLOATS[dtype])
-        assert_same_bits(OPERAND.bind((stream,), out).run().get(), x.astype(FLOATS[dtype]))
-    with pytest.raises(InputError, match="operand: terms of float16: expected out in float32, got"):
-        OPERAND.bind((stream,), dtype="bfloat16", to_operand=Operand("float16"))
 
 
 @every_device
@@ -129,34 +108,6 @@ def test_relu_squared_and_the_cap_of_logits(device: Any) -> None:
         assert_same_bits(values.get(), got)
 
 
-@one_order
-def test_a_row_of_the_stream_depends_on_no_other_one(device: Any) -> None:
-    x, weight = plain.normal(0, 40, 132), plain.normal(1, 132)
-    whole = normalized(x, weight)
-    assert_same_bits(normalized(x[7:8], weight), whole[7:8])
-    x[::2] = np.nan
-    assert_same_bits(normalized(x, weight)[1::2], whole[1::2])
-    assert np.isnan(normalized(x, weight)[::2]).all()
-
-
-@one_order
-def test_what_the_stream_refuses(device: Any) -> None:
-    x, weight = cupy.asarray(plain.normal(0, 3, 8)), cupy.asarray(plain.normal(1, 8))
-    assert ops.rmsnorm(x, weight, variant="stream").shape == (3, 8)
-    assert RMSNORM.bind((x, weight), variant="stream", dtype="float16").out.dtype == np.float16
-    for inputs, options, message in (
-        ((x, weight), {"block": 64}, "variant stream: has no residual and no block"),
-        ((x, weight, x), {}, "variant stream: has no residual and no block"),
-        ((x, weight), {"dtype": "float64"}, "dtype: expected one of float32"),
-        ((x.astype("float16"), weight), {}, "x: expected float32"),
-        ((moved(plain.normal(0, 3, 8), 1), weight), {}, "x: expected data aligned to 16 bytes"),
-    ):
-        with pytest.raises(InputError, match=message):
-            RMSNORM.bind(inputs, variant="stream", **options)
-    with pytest.raises(InputError, match="dtype and to_operand are options of variant stream"):
-        RMSNORM.bind((x, weight), dtype="float16")
-
-
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)
 @one_order
@@ -172,16 +123,3 @@ def test_the_gate(device: Any, dtype: str, gelu: bool) -> None:
         assert np.abs(got.astype(np.float64) - exact).max() <= 8 * unit * np.abs(exact).max()
         assert SILU_MUL.bind(arrays, arrays[0], gelu=gelu).run() is arrays[0]
         assert_same_bits(arrays[0].get(), got)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-@one_order
-def test_an_embedding_without_positions(device: Any, dtype: str) -> None:
-    table = plain.normal(0, 12, 20)
-    wte = WeightMatrix.quantize(table, dtype, "NK")
-    expected = wte.dequantized().T
-    ids, positions = np.array([3, 0, 11, 12, -1], np.int32), np.array([9, 0, 4000, 1, 1], np.int32)
-    matrix = WeightMatrix.quantize(cupy.asarray(table), dtype, "NK")
-    got = ops.encoder_rows(cupy.asarray(ids), cupy.asarray(positions), matrix).get()
-    np.testing.assert_array_equal(got[:3], expected[ids[:3]])
-    assert np.isnan(got[3:]).all()

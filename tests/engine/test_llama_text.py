@@ -1,4 +1,4 @@
-"""Texts with a Llama that has a tokenizer: generation, streaming, scores and the command line."""
+"""Texts with a Llama that has a tokenizer: generation, streaming and tokens that end them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gpt2block import Llama, LlamaConfig, LlamaWeights, from_pretrained
 from gpt2block.files.checkpoints import save_pretrained
-from tests.command_line import gpt2block
 from tests.tokenizer_files import sentence_piece
 
 CONFIG = LlamaConfig(
@@ -47,17 +45,6 @@ def test_a_text_begins_with_its_token_and_pieces_are_the_text(llama: Llama) -> N
     assert llama.generate("", max_new_tokens=5, seed=1).tokens  # the prompt is <s>
 
 
-def test_every_token_of_a_text_is_scored(llama: Llama) -> None:
-    ids = np.array([1, *llama.tokenizer.encode_ordinary(TEXT)])
-    score = llama.score(TEXT)
-    assert score.n_tokens == len(ids) - 1
-    assert score.bytes == len(f" {TEXT}".encode())
-    logits = llama(ids).astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    expected = logprobs[np.arange(len(ids) - 1), ids[1:]].sum()
-    assert score.log_likelihood == pytest.approx(expected, rel=1e-5)
-
-
 def test_the_end_token_ends_a_text(llama: Llama, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     model = from_pretrained(folder, device="cpu")
@@ -79,17 +66,3 @@ def test_each_end_token_of_the_config_ends_a_text(llama: Llama) -> None:
         assert found.tokens == longer.tokens[:count]
         assert found.finish_reason == ("stop" if longer.tokens[count - 1] in ends else "length")
     assert len(model.generate([1, 5], seed=0, max_new_tokens=30, stop_ids=()).tokens) == 30
-
-
-def test_commands(folder: Path, tmp_path: Path) -> None:
-    more = "--model", folder, "--json"
-    written = gpt2block("generate", TEXT, *more, "--max-new-tokens", "9", "--seed", "3").json
-    assert len(written["samples"][0]["tokens"]) == 9
-    (tmp_path / "text.txt").write_text(TEXT)
-    score = "score", tmp_path / "text.txt", *more
-    assert gpt2block(*score, "--bos").json["tokens"] == gpt2block(*score).json["tokens"]
-    info = gpt2block("info", folder, "--json").json
-    assert info["config"]["n_kv_head"] == 2
-    assert info["memory"]["bfloat16"]["kv_cache_per_row"] == 2 * 2 * 12 * 64 * 2
-    compared = gpt2block("compare", TEXT, *more).json
-    assert {step["name"] for step in compared["steps"]} > {"h.1.rope", "h.1.ff", "rms_f"}

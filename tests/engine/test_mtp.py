@@ -210,7 +210,7 @@ def test_float16_among_blocks(
         assert engine.products == products
 
 
-@pytest.mark.parametrize(("slots", "in_flight"), [(16, 0), (17, 1)])
+@pytest.mark.parametrize(("slots", "in_flight"), [slow(16, 0), (17, 1)])
 def test_steps_in_flight(slots: int, in_flight: int) -> None:
     """The next step waits for a result only if its rows depend on right draft tokens."""
     ids = np.ones(1, np.int32)

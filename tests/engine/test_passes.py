@@ -41,16 +41,6 @@ def block_of(kernels: str, n_head: int = 2) -> BlockSpec:
     return BlockSpec(gpt2, settings, 64 * n_head, block_shapes(64 * n_head), kernels)
 
 
-def test_ten_steps_and_seven_of_the_same_names() -> None:
-    ten, seven = block_of("skeleton"), block_of("fused")
-    assert tuple(step.name for step in ten.steps) == TEN
-    assert tuple(step.name for step in seven.steps) == SEVEN
-    assert seven.matrices == {"w_qkv", "w_attn", "w_fc", "w_proj"}
-    assert not ten.matrices
-    assert not ten.hi_lo
-    assert replace(seven, bounds={}).hi_lo == {"ln1", "qkv", "attn", "ln2", "gelu"}
-
-
 @pytest.mark.parametrize("kernels", ["skeleton", "fused"])
 def test_no_x_passes_the_bounds(kernels: str) -> None:
     """Inputs are random rows and rows of one large value, whose LayerNorm is the largest."""
@@ -105,55 +95,6 @@ def test_every_op_runs_in_numpy_and_in_cuda() -> None:
 
 def ops_of(steps: Sequence[Step], h: str = "h.1.") -> list[str]:
     return [f"{s.name[len(h) :]} {s.op}" for s in steps if s.name.startswith(h)]
-
-
-def test_a_layer_of_each_pass() -> None:
-    assert ops_of(decode(CONFIG)) == [
-        "q linear_qkv", "attn attention_split", "x1 linear", "gelu linear", "output linear",
-    ]  # fmt: skip
-    assert ops_of(decode(CONFIG, norms=False)) == [
-        "ln1 layernorm", "q linear_qkv", "attn attention_split", "x1 linear", "ln2 layernorm",
-        "gelu linear", "output linear",
-    ]  # fmt: skip
-    for products in get_args(Products)[1:]:
-        assert ops_of(prefill(Prefill(products, 9, 1, 9, False), CONFIG, "logits")) == [
-            "ln1 layernorm", "qkv gemm", "attn attention_varlen", "x1 gemm", "ln2 layernorm",
-            "gelu gemm", "output gemm",
-        ]  # fmt: skip
-    continued = ops_of(prefill(Prefill("16_bits", 9, 2, 9, True, True), CONFIG, "logits"))
-    assert continued[2:4] == ["kv kv_append", "attn attention_packed"]
-    continued = ops_of(prefill(Prefill("hi_lo", 9, 2, 9, True, True), CONFIG, "logits"))
-    assert continued[2:5] == [
-        "kv kv_append", "attn_cached attention_packed", "attn hi_lo",
-    ]  # fmt: skip
-    for cached, append in ((False, []), (True, ["kv kv_append"])):
-        shape = Prefill("16_bits", 9, 2, 9, cached, fp8_cache="float8_e5m2")
-        narrow = prefill(shape, CONFIG, "logits")
-        assert ops_of(narrow)[2:-4] == ["rounded kv_round", *append, "attn attention_varlen"]
-        given = {step.op for step in narrow if step.attrs.get("kv_dtype") == "float8_e5m2"}
-        assert given == {"kv_round"} | ({"kv_append"} if cached else set())
-    numpy = ops_of(model_steps(CONFIG))
-    assert [name.split()[0] for name in numpy] == ["ln1", "qkv", "kv", "attn", *TEN[3:]]
-
-
-def test_gate_and_up_are_one_product_of_a_prompt() -> None:
-    """Both are one product if products can have two matrices and there is no bias."""
-    apart = Prefill("16_bits", 9, 2, 9, True)
-    gated = replace(apart, gated=True)
-    steps = prefill(gated, LLAMA, "logits")
-    assert ops_of(steps, "h.0.") == [
-        "rms1 rmsnorm", "qkv gemm", "rope rope_qkv", "kv kv_append", "attn attention_varlen",
-        "x1 gemm", "rms2 rmsnorm", "ff gemm", "output gemm",
-    ]  # fmt: skip
-    ff = next(step for step in steps if step.name == "h.0.ff")
-    assert ff.inputs == ("h.0.rms2", "h.0.w_gate", "", "", "h.0.w_up")
-    before = {step.name for step in prefill(apart, LLAMA, "logits")}
-    assert before - {step.name for step in steps} == {
-        f"h.{layer}.{name}" for layer in range(2) for name in ("gate", "up")
-    }
-    with_bias = replace(LLAMA, mlp_bias=True)
-    for config in (CONFIG, with_bias):
-        assert prefill(gated, config, "last") == prefill(apart, config, "last")
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA])

@@ -23,7 +23,6 @@ from gpt2block.engine.generation.prefixes import (
     NOTHING,
     HeldPrefix,
     Prefixes,
-    min_shared,
 )
 from gpt2block.engine.generation.sequences import TokenSequence
 from gpt2block.engine.model import Ids, Start, by_name, in_shared_memory, token_bytes
@@ -283,14 +282,6 @@ def test_a_batch_is_freed_when_it_is_not_used() -> None:
     left = weakref.ref(batch)
     del batch
     assert left() is None
-
-
-@pytest.mark.parametrize(
-    ("n_layer", "nbytes", "tokens"),
-    [(32, 13_500_000_000, 200), (30, 270_000_000, 2664), (1, 0, 60e6)],
-)
-def test_sequences_wait_where_that_is_faster(n_layer: int, nbytes: int, tokens: float) -> None:
-    assert min_shared(n_layer, nbytes) == pytest.approx(tokens, rel=0.01)
 
 
 def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:

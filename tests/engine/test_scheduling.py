@@ -142,27 +142,6 @@ def test_pieces_end_where_they_would_alone(
     assert ends == {sequence: sum(prompt) for sequence, prompt in enumerate(prompts)}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "most", "taken"),
-    [
-        ([(0, 3), (0, 3), (0, 3)], 6, [0, 1]),  # exactly as many as a step may take
-        ([(0, 3), (0, 3), (0, 3)], 7, [0, 1, 2]),  # one token fewer: another piece
-        ([(0, 3), (0, 3), (0, 3)], 5, [0, 1]),
-        ([(9, 12), (8, 11), (9, 10)], 7, [0, 1, 2]),  # tokens computed before do not count
-        ([(4, 5), (4, 5), (4, 5)], 1, [0]),
-        ([(0, 4), (0, 4), (0, 4)], None, [0, 1, 2]),
-    ],
-)
-def test_a_step_takes_pieces_until_it_has_its_tokens(
-    prompts: list[tuple[int, int]], most: int | None, taken: list[int]
-) -> None:
-    """prompts: first token and end of each. taken: sequences that the step takes, in order."""
-    pieces: PieceScheduler[int] = PieceScheduler(most, 4)
-    for sequence, (first, end) in enumerate(prompts):
-        pieces.add(sequence, sequence, first, end)
-    assert [each.sequence for each in pieces.take()] == taken
-
-
 def test_a_slot_has_the_sequence_that_runs_in_it() -> None:
     scheduler = scheduler_of(3, 2)
     scheduler.place()

@@ -66,6 +66,7 @@ def test_its_most_likely_tokens_and_perplexity(model: Llama, golden: Any) -> Non
     assert score.perplexity == pytest.approx(few["perplexity"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_chat_ends_at_its_end_token(model: Llama) -> None:
     ids = tokenizer.token_ids(model.tokenizer, PROMPTS[-1], 49152, "prompt", special=True)
     found = model.generate(ids, temperature=0, max_new_tokens=60)

@@ -20,7 +20,7 @@ from gpt2block.engine.cuda.start_up import PROMPTS, TOGETHER
 from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.model import Start
 from gpt2block.engine.speculation import ROWS
-from tests.devices import GPU, running_on
+from tests.devices import GPU, running_on, slow
 from tests.engine.test_decoding import TINY, model, random_prompts
 from tests.generating import Run
 
@@ -33,7 +33,7 @@ def starts(lengths: tuple[int, ...], steps: int = 3) -> list[Start]:
     return [Start(n, np.zeros(k, np.int32), sampling, steps) for n, k in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_nothing_is_compiled_for_the_first_sequences(dtype: str) -> None:
     """Prompts of usual lengths are recorded too; other lengths have compiled kernels."""
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_only_steps_that_run_are_recorded(
 
 @pytest.mark.parametrize(
     ("where", "reuse"),
-    [("cpu", False), ("cpu", True), ("shuffled", True)]
+    [("cpu", False), ("cpu", True), slow("shuffled", True)]
     + [pytest.param("gpu", reuse, marks=GPU.marks) for reuse in (False, True)],
 )
 def test_rows_have_the_bits_of_a_batch_that_prepared_nothing(where: Any, reuse: bool) -> None:

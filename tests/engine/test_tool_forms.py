@@ -10,11 +10,12 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra serve is not installed")
 
 from gpt2block.engine.chat.template import ChatTemplate
-from gpt2block.engine.chat.tool_forms import FORMS, FormName, form_of
+from gpt2block.engine.chat.tool_forms import FORMS, FormName
 from gpt2block.engine.chat.tool_forms.base import Tool
 from gpt2block.engine.chat.tool_forms.grammar import closed, lark
 from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader
 from gpt2block.errors import InputError
+from tests.devices import slow
 from tests.tool_answers import EXAMPLES, NAMES, TEMPLATES, call, joined
 
 USER = {"role": "user", "content": "Hi"}
@@ -35,17 +36,6 @@ def test_each_form_has_examples_and_a_template() -> None:
     assert [*FORMS] == [*EXAMPLES] == [*TEMPLATES] == [*FormName.__args__]  # type: ignore[attr-defined]
     for name, source in [*TEMPLATES.items()][:-1]:
         assert [form.name for form in FORMS.values() if form.is_shown_in(source)] == [name]
-    granite_4 = "<|start_of_role|>system<|end_of_role|>within <tool_call></tool_call> XML tags"
-    assert form_of(granite_4) is FORMS["hermes"]
-    ministral_3 = "[AVAILABLE_TOOLS][/AVAILABLE_TOOLS][TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}"
-    assert form_of(ministral_3) is FORMS["mistral-args"]
-
-
-@pytest.mark.parametrize(
-    "source", [TEMPLATES["general"], "<function={{ n }}></tool_call>", "<arg_key></tool_call>"]
-)
-def test_other_forms_are_not_known(source: str) -> None:
-    assert form_of(source) is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
@@ -133,20 +123,6 @@ def test_the_name_of_a_call_is_before_its_arguments() -> None:
     assert text == '{"name": "f", "arguments": {"a": 1}}'
 
 
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
-        (A_NUMBER, False),
-        ({**A_NUMBER, "additionalProperties": True}, True),
-        ({"type": "object"}, None),
-        ({**A_NUMBER, "anyOf": [{"required": ["b"]}]}, None),
-        ({**A_NUMBER, "dependentSchemas": {"a": {"required": ["b"]}}}, None),
-    ],
-)
-def test_schemas_list_their_properties(schema: Any, expected: Any) -> None:
-    assert closed(schema).get("additionalProperties") == expected
-
-
 # --- grammars -------------------------------------------------------------------------------------
 
 
@@ -177,7 +153,7 @@ def accepted(grammar: str, text: str, special: list[str]) -> bool:
     return bool(matcher.is_accepting())
 
 
-@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("are_special", [False, slow(True)])
 @pytest.mark.parametrize("form", FORMS)
 def test_grammars(form: str, are_special: bool) -> None:
     """Texts are accepted or not, with calls required or optional, and one call or several."""

@@ -29,6 +29,7 @@ from gpt2block.evaluation.language_model import EvaluatedModel
 from gpt2block.files.parameters.llama import LlamaWeights
 from tests.devices import GPU, running_on
 from tests.engine.test_llama_cuda import CORES
+from tests.refusals import cases
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "gpt2block" / "files" / "bundled" / "shakespeare-llama"
@@ -147,23 +148,7 @@ def test_generation_arguments_that_are_refused(
         llama.generate_until(requests("generate_until", ("a", {**LITTLE, **given})), True)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"model": ""}, "model: expected a name or path, such as FILE.gguf, got ''"),
-        ({"pretrained": "gpt2"}, "expected model=, got pretrained='gpt2'"),
-        ({"dtyp": "float16"}, "unknown keyword 'dtyp': did you mean 'dtype'"),
-        ({"dtype": "int3"}, "dtype: expected"),
-        ({"device": "tpu"}, "device: expected"),
-        ({"batch_size": "many"}, "batch_size: expected a positive integer or auto, got 'many'"),
-        ({"batch_size": 0}, "batch_size: expected a positive integer, got 0"),
-        ({"max_batch_size": 0}, "max_batch_size: expected a positive integer, got 0"),
-        ({"max_length": 257}, "max_length: expected 2 to 256, the model's context, got 257"),
-        ({"max_gen_toks": -1}, "max_gen_toks: expected a positive integer, got -1"),
-        ({"prefix_token_id": 256}, "prefix_token_id: expected an id from 0 to 255, got 256"),
-        ({"revision": "main"}, "revision"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), cases("model arguments of lm_eval"))
 def test_model_arguments_that_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(PrintableError, match=message):
         evaluated(**{"model": str(LLAMA), **given})

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -147,7 +147,7 @@ def test_validation_loss_of_the_whole_held_out_text(data: Path, name: str) -> No
 def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path, name: str) -> None:
     """The mean of sampled windows is within three standard errors of the card's figure."""
     ids = np.frombuffer(held_out(data).encode(), np.uint8).astype(np.int32)
-    starts = np.linspace(0, len(ids) - N_CTX, 24).astype(int)
+    starts = np.linspace(0, len(ids) - N_CTX, 12).astype(int)
     windows = [ids[start : start + N_CTX] for start in starts]
     found = model(name, "cpu").engine.log_likelihood(windows)
     means = np.array([-nats[-STRIDE:].mean() for nats in found])
@@ -160,28 +160,12 @@ def test_validation_loss_of_windows_all_over_the_held_out_text(data: Path, name:
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 @pytest.mark.parametrize("which", PROMPTS)
 def test_greedy_tokens_are_those_of_numpy(name: str, which: str) -> None:
-    prompt = PROMPTS[which]
-    tokens = {}
-    for device in ("cpu", "cuda"):
-        written = model(name, device).generate(prompt, temperature=0, max_new_tokens=200)
-        assert len(written.tokens) == 200
-        tokens[device] = written.tokens
-    same = [a == b for a, b in zip(tokens["cpu"], tokens["cuda"], strict=True)]
-    if not all(same):
-        at = same.index(False)
-        before = [*prompt.encode(), *tokens["cpu"][:at]]
-        for device in tokens:
-            logits = model(name, device)(before, last=True)
-            first, second = np.argsort(-logits)[:2]
-            print(
-                f"{device}, token {at}: {bytes([first])!r} before {bytes([second])!r} "
-                f"by {logits[first] - logits[second]:.3g}"
-            )
-        pytest.fail(f"{name}, {which}: token {at} differs, margins above")
-
-
-def test_prompts_and_200_bytes_fit_the_context() -> None:
-    assert all(len(prompt.encode()) + 200 <= N_CTX + 1 for prompt in PROMPTS.values())
+    options: Any = {"temperature": 0, "max_new_tokens": 200}
+    found, expected = (
+        model(name, device).generate(PROMPTS[which], **options).tokens for device in ("cuda", "cpu")
+    )
+    assert len(found) == 200
+    assert found == expected
 
 
 def table(name: str) -> list[list[str]]:
@@ -242,18 +226,6 @@ def test_what_the_dtypes_cost_on_the_whole_text(printed: Any, name: str) -> None
     assert_same_figures(found, table(f"{name}, the whole text"))
 
 
-def test_a_figure_that_is_elsewhere_is_seen() -> None:
-    committed = rows("| a | 1.2345 | -0.01 % |")
-    assert_same_figures(rows("| a | 1.2346 | +0.00 % |"), committed)
-    for other in (
-        "| b | 1.2345 | -0.01 % |",
-        "| a | 1.2347 | -0.01 % |",
-        "| a | 1.235 | -0.01 % |",
-    ):
-        with pytest.raises((AssertionError, InvalidOperation)):
-            assert_same_figures(rows(other), committed)
-
-
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_its_tokens_are_bytes(name: str) -> None:
     checkpoint = Checkpoint.open(name)
@@ -271,14 +243,3 @@ def test_a_bundled_model_is_small_and_its_loss_is_on_its_card(name: str) -> None
     assert loss <= 1.45
     assert f"**{loss:.4f} nats per byte**" in (checkpoint.directory / "README.md").read_text()
     assert len((checkpoint.directory / "passage.txt").read_bytes()) == 256
-
-
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [(BUNDLED, "h.5.mlp.c_proj.weight"), (LLAMA, "layers.5.mlp.down_proj.weight")],
-)
-def test_its_file_is_in_hugging_face_layout(name: str, last: str) -> None:
-    checkpoint = Checkpoint.open(name)
-    assert last in checkpoint.names
-    assert "lm_head.weight" not in checkpoint.names
-    assert checkpoint.config.head_size == 64

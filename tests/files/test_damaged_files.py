@@ -131,7 +131,7 @@ def test_a_file_that_changes_after_it_was_opened(kind: Format, file: Path) -> No
 
 
 @every_format
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), span=st.sampled_from([1, 2, 8]))
 def test_bytes_that_are_wrong(kind: Format, file: Path, seed: int, span: int) -> None:
     """Wrong bytes are in the first half, where headers are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gpt2block.models.config import GPT2Config
 from tests.command_line import gpt2block, printed
 from tests.generating import generate
 from tests.markov import MarkovEngine, cycle
-from tests.refusals import refused
+from tests.refusals import cases, refused
 from tests.tokenizer_files import BYTES, small_json, small_pair
 
 SPECIAL = [added_token(258, "<|endoftext|>"), added_token(259, "</s>")]
@@ -43,28 +44,18 @@ CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "settings", "end"),
-    [
-        (CONFIG, {}, 258),
-        (CONFIG, {"eos_token": None}, 258),
-        (CONFIG, {"eos_token": "</s>"}, 259),
-        (CONFIG, {"eos_token": {"content": "</s>", "lstrip": False}}, 259),
-        (CONFIG, {"eos_token": "ab"}, 256),  # not a special token
-        (CONFIG, {"eos_token": "no token"}, 258),
-        (SPECIAL_MAP, {"eos_token": {"content": "</s>"}}, 259),
-        (SPECIAL_MAP, {}, 258),
-    ],
+    ("name", "settings", "end"), cases("settings of a tokenizer: its end token")
 )
 def test_the_token_of_the_settings_ends_a_text(
-    tmp_path: Path, kind: str, name: str, settings: dict[str, Any], end: int
+    tmp_path: Path, kind: str, name: str, settings: dict[str, Any], end: str
 ) -> None:
     (tmp_path / name).write_text(json.dumps(settings))
     encoding = loaded(tmp_path, kind)
-    assert tokenizer.end_of_text(encoding) == end
-    engine = MarkovEngine(cycle(300), script=[[97, 98, end, 99, 100]])
+    assert tokenizer.end_of_text(encoding) == int(end)
+    engine = MarkovEngine(cycle(300), script=[[97, 98, int(end), 99, 100]])
     found = generate(engine, encoding, "x", max_new_tokens=5)
     assert (found.text, found.finish_reason) == ("ab", "stop")
-    assert found.tokens == (97, 98, end)
+    assert found.tokens == (97, 98, int(end))
 
 
 def test_the_settings_decide_before_the_map(tmp_path: Path) -> None:
@@ -105,21 +96,11 @@ def model(folder: Path, ends: Any, generation: Any = None) -> Path:
 
 @pytest.mark.parametrize(
     ("ends", "generation", "expected"),
-    [
-        (None, None, ()),
-        (7, None, (7,)),
-        ([7, 8], None, (7, 8)),
-        (7, {}, (7,)),
-        (7, {"eos_token_id": None}, (7,)),
-        (7, {"eos_token_id": 9}, (9,)),
-        (7, {"eos_token_id": [9, 8]}, (9, 8)),
-        (None, {"eos_token_id": 299}, (299,)),
-        (300, None, ()),  # outside the vocabulary
-    ],
+    cases("eos_token_id of config.json and generation_config.json: the ends"),
 )
 def test_the_ends_of_a_model(tmp_path: Path, ends: Any, generation: Any, expected: Any) -> None:
     opened = Checkpoint.open(model(tmp_path, ends, generation))
-    assert tokenizer.end_tokens(opened.config, None) == {*expected}
+    assert tokenizer.end_tokens(opened.config, None) == {*json.loads(expected)}
     saved = Checkpoint.open(save_pretrained(tmp_path / "saved", opened))
     assert saved.config == opened.config
 
@@ -189,22 +170,13 @@ def test_info_shows_the_generation_config(tmp_path: Path) -> None:
 
 # --- GGUF
 
-NORMAL, UNKNOWN, CONTROL = TokenType.NORMAL, TokenType.UNKNOWN, TokenType.CONTROL
-USER_DEFINED = TokenType.USER_DEFINED
-EVERY_TEXT = [
-    "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
-    "_<EOT>", "[EOT]", "[EOS]", "<|eom_id|>", "<end_of_utterance>", "</s>", "<eos>", "<turn|>",
-    "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",
-    "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
-    "<|file_sep|>",
-]  # fmt: skip
 TEMPLATE = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}<|assistant|>"
 
 
-def gguf_of(folder: Path, *tokens: str, kinds: Any = CONTROL, **ids: int) -> Path:
+def gguf_of(folder: Path, *tokens: str, kinds: Any = (), **ids: int) -> Path:
     """Write a GGUF file whose tokens are bytes, "ab", and from id 257 `tokens` of these kinds."""
-    several = kinds if isinstance(kinds, list) else [kinds] * len(tokens)
-    texts, types = [*BYTES, "ab", *tokens], [NORMAL] * 257 + several
+    several = [TokenType[kind] for kind in kinds] or [TokenType.CONTROL] * len(tokens)
+    texts, types = [*BYTES, "ab", *tokens], [TokenType.NORMAL] * 257 + several
     named = {f"{name}_token_id": id_ for name, id_ in ids.items()}
     keys = tokenizer_keys("gpt2", texts, types, merges=["a b"], pre="gpt-2", **named)
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, n_ctx=32, vocab_size=len(texts))
@@ -213,30 +185,14 @@ def gguf_of(folder: Path, *tokens: str, kinds: Any = CONTROL, **ids: int) -> Pat
     return write(folder / "m.gguf", metadata, tensors_of(weights))
 
 
-# Tokens from id 257, their kinds, the keys, and the positions of the tokens that end an answer
-# according to llama.cpp's llama-vocab.cpp
-GGUF_ENDS: dict[str, tuple[list[str], Any, dict[str, int], list[int]]] = {
-    "Llama 3": (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], CONTROL, {"eos": 257}, [0, 1, 2]),
-    "Phi-3": (["<|endoftext|>", "<|end|>", "<|user|>"], CONTROL, {"eos": 257}, [0, 1]),
-    "types": (["<|end|>", "<EOT>", "[EOS]", "<eos>"], [USER_DEFINED, NORMAL, UNKNOWN, CONTROL], {},
-              [0, 2, 3]),
-    "Gemma": (["<end_of_turn>", "<eos>", "</s>"], [CONTROL, CONTROL, USER_DEFINED], {}, [0, 1]),
-    "Gemma 4": (["<|tool_response>", "</s>", "<turn|>"], CONTROL, {}, [0, 2]),
-    "gpt-oss": (["<|return|>", "<|call|>", "<|end|>"], CONTROL, {}, [0, 1]),
-    "Solar": (["<|flush|>", "<|calls|>", "<|end|>"], CONTROL, {}, [0, 1]),
-    "return": (["<|return|>", "<|end|>"], CONTROL, {}, [0, 1]),
-    "every text": (EVERY_TEXT, CONTROL, {}, [*range(29)]),
-    "keys": (["a1", "a2", "a3", "a4", "a5", "a6", "a7"], CONTROL,
-             {"eom": 257, "eot": 258, "eos": 259, "fim_pad": 260, "fim_rep": 261, "fim_sep": 262,
-              "padding": 263}, [2, 1, 0, 3, 4, 5]),
-    "none": (["<|eot_id|>", "b"], CONTROL, dict.fromkeys(["eos", "eot", "bos"], 2**32 - 1), [0]),
-}  # fmt: skip
+ENDS = (Path(__file__).parents[1] / "golden" / "end_tokens.txt").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", GGUF_ENDS)
-def test_the_end_tokens_of_a_gguf_file(name: str, tmp_path: Path) -> None:
-    tokens, kinds, ids, expected = GGUF_ENDS[name]
-    file = gguf_of(tmp_path, *tokens, kinds=kinds, **ids)
+@pytest.mark.parametrize(("name", "case"), re.findall("(?m)^([^#:]+): ({.*)$", ENDS))
+def test_the_end_tokens_of_a_gguf_file(name: str, case: str, tmp_path: Path) -> None:
+    row = json.loads(case)
+    file = gguf_of(tmp_path, *row["tokens"], kinds=row.get("kinds", ()), **row["ids"])
+    expected = row["ends"]
     opened = Checkpoint.open(file)
     assert opened.config.eos_token_ids == tuple(257 + at for at in expected)
     again = save_gguf(tmp_path / "again.gguf", opened, "f32")

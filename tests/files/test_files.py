@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from gpt2block.files.writing import replacing
+from tests.command_line import python
 
 
 def names(folder: Path) -> list[str]:
@@ -121,5 +120,4 @@ def test_standard_output_is_written_directly() -> None:
         "from pathlib import Path; from gpt2block.files.writing import replacing\n"
         "with replacing(Path('/dev/stdout')) as file: file.write(b'new')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert done.stdout == b"new"
+    assert python(code, check=True).stdout == "new"

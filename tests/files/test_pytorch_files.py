@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 import pickle
 import pickletools
@@ -25,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2block import CheckpointError, GPT2Config
-from gpt2block.files.checkpoints import Checkpoint, pytorch, save_pretrained
-from tests.refusals import assert_same_tensors, refused
+from gpt2block.files.checkpoints import Checkpoint, pytorch
+from tests.refusals import assert_same_tensors, cases, refused
 
 FIXTURES = Path(__file__).parents[1] / "data" / "pytorch"  # from tools/make_pytorch_fixtures.py
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_ctx=4, vocab_size=5)
@@ -91,14 +90,6 @@ def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
 def test_tensors_that_are_not_contiguous_are_refused_by_name() -> None:
     refused(FIXTURES / "scattered.bin", "1 tensors not contiguous", "h.0.mlp.c_fc.weight")
     refused(FIXTURES / "turned-wte.bin", "1 tensors not contiguous", "wte.weight")
-
-
-@pytest.mark.parametrize("name", ["nanogpt.pt", "nanogpt-no-bias.pt", "old-masks.bin"])
-def test_a_converted_checkpoint_has_the_same_tensors(tmp_path: Path, name: str) -> None:
-    checkpoint = Checkpoint.open(FIXTURES / name)
-    again = Checkpoint.open(save_pretrained(tmp_path / "out", checkpoint))
-    assert again.config == checkpoint.config
-    assert_same_tensors(again, checkpoint)
 
 
 def views_of(torch: Any, rng: np.random.Generator) -> dict[str, Any]:
@@ -262,11 +253,9 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
     [
         (tensor(storage("0", 6), (2, 3), (3, 1), 1), "goes beyond its storage of 24 bytes"),
         (tensor(storage("0", 6), (2, 3), (-3, 1)), "integers of at least 0, got -3"),
-        (tensor(storage("0", 6), (2, 3), (3, 1), -1), "integers of at least 0, got -1"),
         (tensor(storage("0", 6), (2, True), (3, 1)), "integers of at least 0, got True"),
         (tensor(storage("0", 6), (2, 3), (3,)), "strides"),
         (tensor(storage("0", 6), [2, 3], (3, 1)), "expected up to 8 integers"),
-        (tensor(storage("0", 6), (1,) * 9, (1,) * 9), "expected up to 8 integers"),
         (tensor(storage("0", 6), (2**62, 2**62), (2**62, 2**62)), "goes beyond its storage"),
         (tensor(storage("0", 6), (2, 3), (3, 1), 0, {"neg": True}), "no metadata"),
         (tensor(storage("0", 6), (2, 3), (3, 1), 0, None, None), "expected 6 arguments"),
@@ -274,12 +263,10 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
         (tensor(storage("0", 6), (2, 3), call="_v3"), "expected 7 arguments"),
         (tensor(storage("0", 6), (1,), (1,), 0, "torch.bool", call="_v3"), "expected a dtype"),
         (tensor(storage("0", 2**62), (2, 3)), "storage 0: expected 18,446,744,073,709,551,616"),
-        (tensor(storage("0", 6.0), (2, 3)), "got 6.0"),
         (tensor(storage("1", 6), (2, 3)), "storage 1: expected 24 bytes, it is missing"),
         (tensor(storage("0", 5), (1,)), "storage 0: expected 20 bytes, got 24"),
         (tensor(storage(0, 6), (2, 3)), "persistent id"),
         (tensor(storage("0", 6, put("FloatStorage")), (2, 3)), "persistent id"),
-        (tensor(storage("0", 6, name("torch", "Size")), (2, 3)), "persistent id"),
         (tensor(put("0") + b"Q", (2, 3)), "persistent id"),
         (name("torch._utils", "_rebuild_parameter") + put((1, False, None)) + b"R", "a parameter"),
         (name("torch._utils", "_rebuild_tensor") + put((1, 2)) + b"R", "expected 4 arguments"),
@@ -287,7 +274,6 @@ def test_an_untyped_storage_with_a_dtype_of_its_own(file: Path) -> None:
         (name("collections", "OrderedDict") + put([]) + b"R", "calls collections.OrderedDict"),
         (name("torch", "Size") + b")R", "torch.Size: expected one argument"),
         (name("torch", "device") + b")R", "torch.device: expected a name"),
-        (name("torch", "float32") + b")R", "calls torch.float32, which is refused"),
         (put("os.system") + put(("true",)) + b"R", "calls 'os.system', which is refused"),
     ],
 )
@@ -345,14 +331,6 @@ def test_an_inconsistent_zip_entry(file: Path, offset: int, value: int, words: s
     rejected(file, bytes(content), words)
 
 
-def test_both_sizes_of_an_entry_beyond_the_file(file: Path) -> None:
-    huge = program({"x": tensor(storage("0", 2**28), (2**28,))})
-    content = bytearray(zipped(huge, DATA))
-    at = directory_entry(bytes(content), "archive/data/0")
-    content[at + 20 : at + 28] = struct.pack("<II", 2**30, 2**30)
-    rejected(file, bytes(content), "goes beyond the end of the file")
-
-
 def zip64(content: bytes, size: int, count: int = 2) -> bytes:
     """Return the archive with an end record that gives the directory's size in 64 bits."""
     end = content.rindex(b"PK\x05\x06")
@@ -399,14 +377,10 @@ def test_a_directory_larger_than_any_checkpoint_has(file: Path) -> None:
         (b"", "starts with b''"),
         (MAGIC, "truncated"),
         (MAGIC + program(1000) + SYSTEM, "legacy layout 1001, got 1000"),
-        (MAGIC + program("1001") + SYSTEM, "legacy layout 1001, got '1001'"),
-        (MAGIC + program(1001) + program({}), "byte order"),
         (MAGIC + program(1001) + program({"little_endian": False}), "byte order"),
-        (MAGIC + program(1001) + SYSTEM + ONE + program(3), "the names of the storages"),
         (MAGIC + program(1001) + SYSTEM + ONE + program([0]), "the names of the storages"),
         (MAGIC + program(1001) + SYSTEM + ONE + program([]), "1 storages missing: 0"),
         (legacy(ONE, {"1": DATA["0"]}), "storage 1: it does not match the pickle"),
-        (legacy(ONE, {"0": bytes(20)}), "storage 0: it does not match the pickle"),
         (legacy(ONE, {"0": bytes(24), "1": b""}), "storage 1: it does not match the pickle"),
         (legacy(ONE, DATA)[:-1], "truncated: storage 0 of 24 bytes goes beyond the end"),
         (legacy(ONE, DATA)[:-25], "storage 0: it does not match the pickle"),
@@ -471,10 +445,8 @@ OPCODES_REFUSED = [
         *OPCODES_REFUSED,
         (name("os", "system") + SHELL + b"\x85R", "refers to os.system, which is refused"),
         (name("builtins", "getattr") + SHELL + b"\x85R", "refers to builtins.getattr"),
-        (name("torch", "load") + SHELL + b"\x85R", "refers to torch.load"),
         (name("torch", "FloatStorage.from_file") + b")R", "refers to torch.FloatStorage.from_file"),
         (name("torch._utils", "sys.modules") + b".", "refers to torch._utils.sys.modules"),
-        (name("__main__", "GPTConfig") + b")R", "refers to __main__.GPTConfig"),
         (name("os\x1b[31m", "system"), "refers to os\\x1b[31m.system"),
         (name(r"t\x6frch", r"load\xZZ"), r"refers to t\x6frch.load\xZZ"),  # not an escape
         (name("o" * 300, "system"), "a name that does not end within 256 bytes"),
@@ -492,11 +464,9 @@ OPCODES_REFUSED = [
         (b"}" + put((1,)) + put(1) + b"s", "as keys of dictionaries, got tuple"),
         (b"}" + put(1.5) + put(1) + b"s", "as keys of dictionaries, got 1.5"),
         (name("torch", "Size") + b"}b", "sets attributes of torch.Size"),
-        (b"}}b", "sets attributes of dict"),
         (name("collections", "OrderedDict") + b")R" + b"Nb", "sets attributes of OrderedDict"),
         (storage("0", 6) + b"}b", "sets attributes of Storage"),
         (storage("0", 6) + put(1) + b"a", "appends to Storage"),
-        (put((1, 2)) + put(1) + b"a", "appends to tuple"),
     ],
 )
 def test_an_opcode_or_a_name_that_is_refused(
@@ -574,12 +544,6 @@ def test_messages_bound_and_escape_names(tmp_path: Path) -> None:
 # Damaged files
 
 
-@pytest.mark.parametrize("content", SMALL_FILES.values(), ids=SMALL_FILES)
-def test_truncated_anywhere(file: Path, content: bytes) -> None:
-    for length in range(0, len(content), 5):
-        rejected(file, content[:length])
-
-
 OPCODES = st.one_of(
     st.binary(max_size=8),
     st.sampled_from([b"(", b"t", b"u", b"R", b"b", b"s", b"a", b"e", b"Q", b"}", b"]", b")"]),
@@ -637,29 +601,6 @@ def test_the_padding_of_the_vocabulary_is_dropped(file: Path) -> None:
         assert checkpoint.stored["wte"].shape == (vocabulary, 2)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"n_layer": 2}, "model_args has n_layer 2, the file has 1 blocks"),
-        ({"n_layer": 0}, "model_args: n_layer: expected a positive integer, got 0"),
-        ({"n_layer": True}, "model_args: n_layer: expected an integer, got True"),
-        ({"n_head": "1"}, "model_args: n_head: expected an integer, got '1'"),
-        ({"n_head": 3}, "model_args: n_embd 2 is not a multiple of n_head 3"),
-        ({"block_size": 4}, "wpe.weight: expected shape (4, 2), got (3, 2)"),
-        ({"vocab_size": 50304}, "wte.weight: expected shape (50257, 2), got (50, 2)"),
-        ({"vocab_size": None}, "model_args: vocab_size: expected an integer, got NoneType"),
-        ({"n_head": "absent"}, "n_head is missing"),
-        ({"n_kv_head": 1}, "n_kv_head is not known"),
-        ({"bias": 1}, "model_args: bias: expected true or false, got 1"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), cases("model_args of nanoGPT"))
 def test_wrong_model_args(file: Path, changed: dict[str, Any], words: str) -> None:
     refused(nanogpt(file, **changed), words)
-
-
-def test_config_json_decides_whether_lm_head_is_read(tmp_path: Path) -> None:
-    config = json.loads((FIXTURES / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    shutil.copy(FIXTURES / "old-masks.bin", tmp_path)
-    stored = Checkpoint.open(tmp_path / "old-masks.bin").stored
-    assert stored["lm_head"].offset == stored["wte"].offset

@@ -26,6 +26,7 @@ from gpt2block.files.tokenizers import tokenizer
 from gpt2block.models.architectures import ARCHITECTURES, GGUF_ARCHITECTURES, architecture_of
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import RopeScaling
+from tests.refusals import cases
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ctx": 32, "vocab_size": 11}
@@ -288,26 +289,17 @@ def test_what_a_file_lacks_is_said(tmp_path: Path) -> None:
     assert Checkpoint.open(path).config.eos_token_ids == (2, 3, 4)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "type": ({"type": "q8"}, "type: expected one of f32, .*, got 'q8': did you mean q8_0"),
-    "path": ({"path": ""}, "path: expected a path, got ''"),
-    "folder": ({"path": "."}, "expected a file, got a directory"),
-    "parent": ({"path": "no/m.gguf"}, "there is no directory no: create it first"),
-    "weights": ({"weights": 3}, "weights: expected GPT2Weights, a Checkpoint or another"),
-    "there": ({"path": __file__}, "already exists: give another file or overwrite=True"),
-    "nanochat": ({"weights": "nanochat"}, "nanochat: GGUF has no such architecture, expected one"),
-    "window": ({"weights": "mistral"}, "mistral: GGUF has no key for window 9: write a Hugging"),
-    "layers": ({"weights": "smollm3"}, r"no key for rope_layers \(True, False, True, False\)"),
-    "gemma": ({"weights": "gemma3"}, "no key for sliding_layers .* and scalar 14.0 and logits_cap"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *cases("arguments of save_gguf"),
+        ({"path": __file__}, "already exists: give another file or "),
+    ],
+)
 def test_other_arguments_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    changes, message = REFUSED[name]
     given: dict[str, Any] = {"path": "m.gguf", "weights": "tiny", "type": "f16", **changes}
     if isinstance(given["weights"], str):
         given["weights"] = Checkpoint.open(GOLDEN / given["weights"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -278,34 +276,18 @@ def test_replaced_files_keep_their_permissions_and_links_their_targets(tmp_path:
 def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes save to the same folder, one is killed, and a third one saves."""
-    script = (
-        "import sys, time, pathlib; from gpt2block.files.writing import temporary_folder\n"
-        "with temporary_folder(pathlib.Path(sys.argv[1]), 'saving') as folder:\n"
-        "    (folder / 'model').write_text(''), print('written', flush=True), time.sleep(600)"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    savers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        for saver in savers:
-            assert saver.stdout is not None
-            assert saver.stdout.readline() == b"written\n"
-        assert len(names_in(tmp_path)) == 2
-        savers[0].kill()
-        savers[0].wait()
-        save_pretrained(tmp_path, GPT2Weights.random(1, SMALL))
-        left = [name for name in names_in(tmp_path) if name.startswith(".saving-")]
-        assert len(left) == 1
-        assert names_in(tmp_path / left[0]) == ["model"]
-    finally:
-        for saver in savers:
-            saver.kill()
-            saver.communicate()
+    """A folder that is being written is locked; without locks, nothing is removed."""
+    weights, left = GPT2Weights.random(1, SMALL), tmp_path / ".saving-left"
+    left.mkdir()
+    with files.temporary_folder(tmp_path, "saving") as writing:
+        save_pretrained(tmp_path, weights)
+        assert names_in(tmp_path) == [writing.name, "config.json", "model.safetensors"]
+    left.mkdir()
     with monkeypatch.context() as without:
         without.setattr(files, "fcntl", None)
-        save_pretrained(tmp_path, GPT2Weights.random(1, SMALL), overwrite=True)
-        assert left[0] in names_in(tmp_path)
-    save_pretrained(tmp_path, GPT2Weights.random(1, SMALL), overwrite=True)
+        save_pretrained(tmp_path, weights, overwrite=True)
+        assert left.exists()
+    save_pretrained(tmp_path, weights, overwrite=True)
     assert names_in(tmp_path) == ["config.json", "model.safetensors"]
 
 

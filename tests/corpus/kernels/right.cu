@@ -519,3 +519,85 @@ extern "C" __global__ void a_segment_keeps_its_own_values(const float* x, float*
     const float v = __shfl_down_sync(0xff, x[threadIdx.x], 8, 8);
     if (threadIdx.x == 7) out[0] = v;
 }
+
+// block=32 right=np.cumsum(x)[39:71]
+__device__ __noinline__ float sum_of_half(const float* x, int n) {
+    if (n < 3) return n == 2 ? x[0] + x[1] : x[0];
+    return sum_of_half(x, n / 2) + sum_of_half(x + n / 2, n - n / 2);
+}
+extern "C" __global__ void calls_itself(const float* x, float* out, int n) {
+    out[threadIdx.x] = sum_of_half(x, 40 + threadIdx.x); }
+
+// block=32 right=np.where(np.arange(32)%2,x[:32]/3,2*x[:32])
+typedef float (*OfFloat)(float);
+__device__ float twice(float v) { return 2 * v; }
+__device__ float third(float v) { return v / 3; }
+__device__ OfFloat table_of_functions[2] = {twice, third};
+extern "C" __global__ void pointers_to_functions(const float* x, float* out, int n) {
+    out[threadIdx.x] = table_of_functions[threadIdx.x % 2](x[threadIdx.x]); }
+
+// block=32 right=x[8*np.arange(32)+np.arange(32)%8]
+extern "C" __global__ void local_array(const float* x, float* out, int n) {
+    float a[8];
+    for (int i = 0; i < 8; ++i) a[i] = x[8 * threadIdx.x + i];
+    out[threadIdx.x] = a[(threadIdx.x + n) % 8]; }
+
+// grid=2 block=32 right=[2,2]
+extern "C" __global__ void two_blocks_meet(const float* x, float* out, int n) {
+    __shared__ int ticket;
+    volatile int* flags = (volatile int*)(out + 10);
+    if (threadIdx.x == 0) {
+        flags[blockIdx.x] = 1;
+        while (flags[1 - blockIdx.x] == 0) {}
+        out[blockIdx.x] = 2.0f;
+    }
+}
+
+// block=32 right=[1]
+extern "C" __global__ void lane_waits_for_lane(const float* x, float* out, int n) {
+    volatile int* flag = (volatile int*)(out + 10);
+    if (threadIdx.x == 0) { while (*flag == 0) {} out[0] = 1.0f; }
+    else if (threadIdx.x == 7) *flag = 1; }
+
+// block=128 right=x[np.arange(128)^63]
+extern "C" __global__ void named_barriers(const float* x, float* out, int n) {
+    __shared__ float s[128]; const int pair = threadIdx.x / 64;
+    s[threadIdx.x] = x[threadIdx.x];
+    asm volatile("bar.sync %0, 64;" :: "r"(pair + 1) : "memory");
+    out[threadIdx.x] = s[threadIdx.x ^ 63]; }
+
+// block=64 right=x[31::-1]
+extern "C" __global__ void producer_does_not_wait(const float* x, float* out, int n) {
+    __shared__ float s[32];
+    if (threadIdx.x < 32) { s[threadIdx.x] = x[threadIdx.x];
+        asm volatile("bar.arrive 1, 64;" ::: "memory"); }
+    else { asm volatile("bar.sync 1, 64;" ::: "memory");
+        out[threadIdx.x - 32] = s[63 - threadIdx.x]; } }
+
+// block=32 right=np.where(np.arange(32)%2,2,-1)*x[np.arange(32)^1]
+extern "C" __global__ void shuffles_in_two_branches(const float* x, float* out, int n) {
+    const float v = x[threadIdx.x]; float other;
+    if (threadIdx.x % 2) {
+        other = __shfl_xor_sync(~0u, v, 1); out[threadIdx.x] = other;
+    } else { other = __shfl_xor_sync(~0u, 2 * v, 1); out[threadIdx.x] = -other; } }
+
+// block=32 right=np.ones(32)
+extern "C" __global__ void integers(const float* x, float* out, int n) {
+    const int i = threadIdx.x - 16, d = i ? i : 1; const unsigned u = i * 77;
+    const long long wide = (long long)i * i * 1000003;
+    bool ok = i / d * d + i % d == i && __mulhi(i << 20, 1 << 20) == i * 256;
+    ok = ok && wide / 1000003 == i * i && __popc(u) + __popc(~u) == 32;
+    ok = ok && (u >> 5 << 5) + (u & 31) == u;
+    ok = ok && __byte_perm(__byte_perm(u, 0, 0x0123), 0, 0x0123) == u;
+    ok = ok && __brev(__brev(u)) == u;
+    ok = ok && __funnelshift_l(u, u, 13) == (u << 13 | u >> 19);
+    ok = ok && __sad(i, 3, 5u) == (unsigned)(abs(i - 3) + 5) && (short)i == i;
+    out[threadIdx.x] = ok && (i >> 40 % 32 < 0) == (i < 0) ? 1.0f : 0.0f; }
+
+// block=64 right=[40+63*32,63,0,40,(40+64)%42,(40-64)%51]
+extern "C" __global__ void atomic_operations(const float* x, float* out, int n) {
+    __shared__ unsigned s[6]; if (threadIdx.x < 6) s[threadIdx.x] = 40;
+    __syncthreads(); const unsigned t = threadIdx.x;
+    atomicAdd(s, t); atomicMax(s + 1, t); atomicMin(s + 2, t); atomicXor(s + 3, t);
+    atomicInc(s + 4, 41); atomicOr((unsigned*)out + 20, 0u); atomicDec(s + 5, 50);
+    __syncthreads(); if (t < 6) out[t] = s[t]; }
