@@ -53,7 +53,7 @@ VARIES = [
         (r'("(?:ms|seconds\w*|tokens_per_second)": )[\d.e+-]+', r"\1TIME"),
         (r"(?m)^ {9,}", 8 * " "),  # indentation of a folded cell
         (r"((?:right|wrong|not judged)  )\d+\.\d\b", r"\1TIME"),
-        (r"(\d+x\d+  )[\d.]+(  [\dT])", r"\1MS\2"),  # milliseconds of a step
+        (r"(\d+x\d+  )\d+\.\d+(  [\dT])", r"\1MS\2"),  # milliseconds of a step
         # Versions of Typer and Click have other words.
         (
             r"\.?( \(did you mean| Did you mean| \(Possible options:)[^(]*(?= \(see)|\.(?= \(see)",

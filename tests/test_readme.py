@@ -123,6 +123,13 @@ def test_the_score_shown(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert found[name].split() == line.split()
 
 
+def test_the_plan_shown_is_what_the_command_prints() -> None:
+    command = "explain", "--plan", "gpt2", "--card", "9.0", "--dtype", "bfloat16"
+    lines = [line.rstrip() for line in printed(*command).splitlines()]
+    assert f"\ngpt2block {' '.join(command)}\n" in PAGES[ROOT / "docs" / "forward-pass.md"]
+    assert lines == shown("plan")
+
+
 def test_every_environment_variable_that_is_read_is_documented() -> None:
     files = [*(ROOT / "gpt2block").rglob("*.py"), ROOT / "tests" / "conftest.py"]
     read = {

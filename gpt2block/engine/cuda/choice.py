@@ -132,7 +132,7 @@ class DecodingChoice:
     def plan(
         self, names: Collection[str], rows: int, operands: Mapping[str, Any] | None, together: int
     ) -> DecodingPlan:
-        """Return what decides the kernels of a decoding step. Arguments: see `steps`."""
+        """Return the facts that decide the kernels of a decoding step. Arguments: see `steps`."""
         shapes, head_size = self.config.block_shapes(), self.config.head_size
         plan = DecodingPlan(
             names, self.settings.head_size, kv=cache_option(self.formats.fp8_cache),

@@ -89,7 +89,7 @@ class Name(str):
 
 
 class Outline(Executor):
-    """An executor that lists the steps of a forward pass without running them, for docs and pages.
+    """An executor that lists the steps of a forward pass without running them.
 
     names: the names of the existing tensors.
     """
