@@ -262,11 +262,25 @@ def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
             model([1, 2], other.new_cache())
 
 
+def assert_chunks_have(model: Any, rows: list[Any], near: list[Any], limit: float) -> None:
+    """Assert that prompts that continue in chunks have nearly the given logits."""
+    cache = model.new_cache(2)
+    cuts = ((0, 5, 6, len(rows[0])), (0, 0, 3, 7))
+    chunks = (
+        [row[cut[n] : cut[n + 1]] for row, cut in zip(rows, cuts, strict=True)] for n in range(3)
+    )
+    parts = [model.engine.forward(chunk, "logits", cache) for chunk in chunks]
+    for n, expected in enumerate(near):
+        logits = np.concatenate([part[n] for part in parts])
+        assert np.abs(logits - expected).max() <= limit
+
+
 @pytest.mark.parametrize(("device", "case"), cases(), indirect=["device"])
 def test_steps_logits_and_batches(device: str, case: Case) -> None:
     """Steps of prompts and decoding err only by rounding; a row has the same bits in any batch.
 
-    A prompt that continues in chunks, one of them empty, has nearly the same logits.
+    A prompt that continues in chunks, one of them empty, has nearly the same logits; the first
+    chunk of Phi-3 has other frequencies than the whole prompt.
     """
     model, on_cpu = made(case, device), made(case, "cpu")
     rng, narrow = np.random.default_rng(0), case[1] != "float32"
@@ -284,16 +298,8 @@ def test_steps_logits_and_batches(device: str, case: Case) -> None:
     for row, logits, expected in zip(rows, together, near, strict=True):
         np.testing.assert_array_equal(logits, model(row))
         assert np.abs(logits - expected).max() <= limit * largest
-    cache = model.new_cache(2)
-    cuts = ((0, 5, 6, len(rows[0])), (0, 0, 3, 7))
-    chunks = (
-        [row[cut[n] : cut[n + 1]] for row, cut in zip(rows[::2], cuts, strict=True)]
-        for n in range(3)
-    )
-    parts = [model.engine.forward(chunk, "logits", cache) for chunk in chunks]
-    for n, expected in enumerate(near[::2]):
-        logits = np.concatenate([part[n] for part in parts])
-        assert np.abs(logits - expected).max() <= limit * largest
+    if case[0] != "phi3":
+        assert_chunks_have(model, rows[::2], near[::2], limit * largest)
     likely, expected = model.score(rows[0]), on_cpu.score(rows[0])
     assert likely.log_likelihood == pytest.approx(
         expected.log_likelihood, rel=0.01 if narrow else 1e-5

@@ -165,9 +165,8 @@ class Half:
 def model_steps(model: Model[Any]) -> list[Any]:
     """Return the steps of the plan for one row."""
     engine: Any = model.engine
-    do = outlines.outline(model.config)
-    engine.decoding.step(do, 1, engine.decoding.operands(1), 1)
-    return do.steps
+    names = outlines.outline(model.config).tensors
+    return list(engine.decoding.steps(names, 1, engine.decoding.operands(1)))
 
 
 def on_host(w: WeightMatrix) -> WeightMatrix:

@@ -26,6 +26,18 @@ from tests.products import EPS, KERNELS, MATMUL, START, THETA, Case, Kernel, Tab
 
 Array = NDArray[Any]
 
+FEW = 8  # results
+
+
+def fits(kernel: Kernel, case: Case) -> bool:
+    """Return whether a kernel can also run a case that its line states for another dtype.
+
+    With few results, NumPy's rounding error, which limits the error, can be 0 by chance.
+    """
+    of_16 = kernel.variant == "mma" and "float8" in kernel.name  # loads 16 weights at a time
+    by_tiles = kernel.variant == "mma_tiles" and "hi_lo" in kernel.name  # has tiles of its own
+    return case.M * case.N >= FEW and not (of_16 and case.K % 16) and not by_tiles
+
 
 def every_case(
     on_cpu: Table, on_gpu: Table, orders: Sequence[str] = ("shuffled",), in_turn: bool = False
@@ -40,7 +52,7 @@ def every_case(
     cases = []
     for kernel, case, place, nth, alike in products.found_in(on_cpu):
         default = nth == (place % alike if in_turn else 0)
-        if default or not in_turn or case.tile is None:
+        if default or (fits(kernel, case) and not (in_turn and case.tile)):
             some = orders if default and place == 0 else orders[-1:]
             some = ["hopper"] if kernel.capability == HOPPER_CAPABILITY else some
             marks = [] if default else [pytest.mark.slow]

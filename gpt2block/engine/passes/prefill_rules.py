@@ -231,7 +231,7 @@ def attention(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     if plan.shape.continued or not plan.shape.tensor_cores:
         if plan.shape.continued and plan.hi_lo:
             cached = step._replace(name=f"{h}attn_cached")
-            steps.insert(cached, append)
+            steps.insert(cached, append if append in steps else qkv)
             step = Step(step.name, "hi_lo", (cached.name,), {})
         steps.replace(step.name, step)
         return "attention reads the kv_cache"
