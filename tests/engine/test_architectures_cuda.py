@@ -262,7 +262,7 @@ def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
             model([1, 2], other.new_cache())
 
 
-def assert_chunks_have(model: Any, rows: list[Any], near: list[Any], limit: float) -> None:
+def assert_chunks_have(model: Any, rows: list[Any], near: Any, limit: float) -> None:
     """Assert that prompts that continue in chunks have nearly the given logits."""
     cache = model.new_cache(2)
     cuts = ((0, 5, 6, len(rows[0])), (0, 0, 3, 7))
