@@ -34,6 +34,7 @@ from typing import Any, Literal
 import numpy as np
 from fuzzing import AREAS, Area, Difference, Refused, area, generator
 
+from gpt2block.emulator.ptx import engine
 from gpt2block.errors import printable
 
 SECONDS = 20  # time limit of a case; a longer case counts as a hang
@@ -289,6 +290,8 @@ def main() -> None:
         areas = [area(name) for name in names]
     except ModuleNotFoundError as error:  # an unknown area, or a package that it needs
         parser.error(f"--area: {error}")
+    if engine.missing() is None:
+        engine._built()  # once, as its compilation takes longer than a case may
     if arguments.case is not None:
         if len(areas) != 1:
             parser.error("--case: give one --area, to which the case belongs")
