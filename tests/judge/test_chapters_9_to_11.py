@@ -164,6 +164,7 @@ def test_the_solutions_of_chapter_12_are_right(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout.splitlines()) == (0, "", right)
 
 
+@pytest.mark.slow
 @on_emulator
 def test_mistakes_in_the_kernels_of_drafts_are_found(tmp_path: Path) -> None:
     """Mistakes are those that the exercises name, and other easy ones."""

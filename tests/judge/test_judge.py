@@ -65,9 +65,9 @@ def test_a_check_that_crashes_or_hangs_ends_its_own_process_alone(
     monkeypatch.setattr(judging, "_serve", children.judges)
     names = ["a", "dies", "b", "c", "hangs", "d"]
     kernels = [KernelFile(Path(f"{name}.cu"), f"{name}.cu", "add") for name in names]
-    found = {each.entry.file[:-3]: each for each in judge(kernels, 1, 20.0)}
+    found = {each.entry.file[:-3]: each for each in judge(kernels, 1, 8.0)}
     assert set(found) == set(names)
-    for name, said in (("dies", "ended with code 7"), ("hangs", "took more than 20 s")):
+    for name, said in (("dies", "ended with code 7"), ("hangs", "took more than 8 s")):
         assert found[name].verdict == "not judged"
         assert found[name].said == f"the process of the check {said}"
     processes = {name: each.seconds for name, each in found.items() if each.verdict == "right"}

@@ -31,16 +31,17 @@ def norms(steps: Steps, step: Step, plan: BlockPlan) -> str:
     if any(each.op != "matmul_bias" or each.inputs[2] for each in readers):
         return "a product has a bias"
     x, gamma = step.inputs
-    if len(readers) == 1:
-        (product,) = readers
-        by = Step(product.name, "rmsnorm_matmul", (x, gamma, product.inputs[1]), step.attrs)
-        steps.replace(product.name, by, step.name)
+    ends = [steps.readers(each.name) for each in readers]
+    if len(readers) == 2 and ends[0] == ends[1]:  # gate and up
+        (end,) = ends[0]
+        inputs = (x, gamma, *(each.inputs[1] for each in readers))
+        by = Step(end.name, "rmsnorm_ffn", inputs, {**step.attrs, **end.attrs})
+        steps.replace(end.name, by, step.name, *(each.name for each in readers))
         return ""
-    gate, up = readers
-    (end,) = steps.readers(gate.name)
-    inputs = (x, gamma, gate.inputs[1], up.inputs[1])
-    by = Step(end.name, "rmsnorm_ffn", inputs, {**step.attrs, **end.attrs})
-    steps.replace(end.name, by, step.name, gate.name, up.name)
+    for each in readers:
+        by = Step(each.name, "rmsnorm_matmul", (x, gamma, each.inputs[1]), step.attrs)
+        steps.replace(each.name, by)
+    steps.drop(step.name, x, readers)
     return ""
 
 
