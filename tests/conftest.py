@@ -149,8 +149,8 @@ class Failures:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two workers more than cores: tests wait for subprocesses in a third of their time."""
-    return (os.cpu_count() or 1) + 2
+    """One worker more than cores: tests wait for subprocesses in a third of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(wrapper=True)
