@@ -10,6 +10,7 @@ from gpt2block.apps.cli.compare import DEFAULT_TEXT, text_argument
 from gpt2block.apps.cli.display import console, shown, working
 from gpt2block.apps.cli.model import ModelOptions, load_model
 from gpt2block.apps.cli.options import option, path_option
+from gpt2block.errors import InputError
 from gpt2block.files.tokenizers.tokenizer import token_ids
 from gpt2block.files.writing import check_file
 
@@ -26,8 +27,10 @@ def explain(
         "only a config: a model as for --model, or the path of a config.json.",
         complete=complete.models,
     ),
-    rows: int = option("With --plan: tokens of the step, one of each sequence.", 1),
-    card: str = option("With --plan: the compute capability of the GPU.", "9.0"),
+    rows: int | None = option(
+        "With --plan: tokens of the step, one of each sequence; by default 1."
+    ),
+    card: str | None = option("With --plan: the compute capability of a GPU; by default 9.0."),
     as_json: bool = option("With --plan: print JSON.", False, "--json"),
 ) -> None:
     """Write one forward pass as an HTML page: tokens, every step, attention, the next token.
@@ -38,8 +41,12 @@ def explain(
     if plan is not None:
         from gpt2block.apps.cli.plan import print_plan  # noqa: PLC0415
 
-        print_plan(plan, model, rows, card, as_json)
+        print_plan(plan, model, 1 if rows is None else rows, card or "9.0", as_json)
         return
+    given = {"--rows": rows is not None, "--card": card is not None, "--json": as_json}
+    if any(given.values()):
+        names = ", ".join(name for name, stated in given.items() if stated)
+        raise InputError(f"{names}: expected --plan with it")
     from gpt2block.engine import explain as explaining  # noqa: PLC0415
 
     check_file(output)
