@@ -25,7 +25,7 @@ from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
 TIME_OF_PTXAS = re.compile(r"Compile time = [\d.]+ ms")  # in a log
 ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu
-CPU_SECONDS = pytest.StashKey[float]()  # of the workers and of the programs that they started
+CPU_SECONDS = pytest.StashKey[float]()  # CPU time of the workers and of their programs
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=25, database=None

@@ -48,7 +48,8 @@ PRODUCTS = {
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
-ROUNDING = {"bfloat16": 2.0**-6, "float16": 2.0**-9}  # of logits, relative to the largest
+# Limit of the error of logits, relative to the largest
+ROUNDING = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES)
 on_gpu = [pytest.param("gpu", SMALL, dtype, marks=GPU.marks) for dtype in PRODUCTS]
 emulated = pytest.mark.parametrize("machine", ["forward"], indirect=True)

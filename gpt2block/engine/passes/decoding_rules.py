@@ -84,9 +84,8 @@ class DecodingPlan(NamedTuple):
         """Return whether a product of Q, K and V fuses RoPE and appends to the kv_cache."""
         if normed and not (self.fuses.heads and operand is None):
             return False
-        ordered = operand is not None and operand.width > 0
-        possible = ordered or (self.fuses.rope and operand is None)
-        return possible and self.head_size % (64 if ordered else 16) == 0
+        possible = ordered(operand) or (self.fuses.rope and operand is None)
+        return possible and self.head_size % (64 if ordered(operand) else 16) == 0
 
 
 def power_from(bound: float) -> float:
