@@ -707,9 +707,11 @@ def load(
         )
     formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
     model = kind.__new__(kind)
-    model._checkpoint = checkpoint
-    several = len(resolve_devices(device)) > 1
-    tensors = checkpoint.tensors(formats.dtype == FILE, unread=several)
+    model._checkpoint, model.config = checkpoint, checkpoint.config
+    devices = resolve_devices(device)
+    if devices:  # reading the weights needs the interpreter for a part of the time only
+        model.lookup.begin()
+    tensors = checkpoint.tensors(formats.dtype == FILE, unread=len(devices) > 1)
     model._set_up(checkpoint.config, progress(tensors), device, formats)
     return model
 

@@ -98,6 +98,19 @@ def test_ids_in_a_folder_with_a_tokenizer(folder: Path) -> None:
         USES[use](model)
 
 
+def test_a_thread_loads_a_local_tokenizer_once(folder: Path, reachable: Mock) -> None:
+    model = GPT2.from_pretrained(folder, device="cpu")
+    model.lookup.begin()  # the folder has no tokenizer, and nothing is downloaded
+    assert model.lookup.local_encoding is None
+    assert not reachable.called
+    small_pair(folder)
+    (folder / "merges.txt").write_text("a b c")
+    damaged = GPT2.from_pretrained(folder, device="cpu").lookup
+    damaged.begin()
+    with pytest.raises(CheckpointError, match="expected two tokens"):
+        _ = damaged.encoding
+
+
 @pytest.mark.usefixtures("never")
 @pytest.mark.parametrize("task", ["score", "generate", "embed"])
 def test_no_record_of_ids_looks_a_tokenizer_up(folder: Path, task: Any) -> None:

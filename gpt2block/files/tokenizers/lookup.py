@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
@@ -29,9 +30,22 @@ class Lookup:
         self, checkpoint: Checkpoint | None, vocab_size: int, path: str | Path | None = None
     ) -> None:
         self._checkpoint, self._vocab_size, self._path = checkpoint, vocab_size, path
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start to load a tokenizer that is stored next to the weights, in a thread."""
+        if self._checkpoint is not None and self._checkpoint.has_tokenizer():
+            self._thread = threading.Thread(target=lambda: self._loaded, name="tokenizer")
+            self._thread.start()
+
+    @property
+    def _found(self) -> Encoding | CheckpointError:
+        if self._thread is not None:
+            self._thread.join()
+        return self._loaded
 
     @cached_property
-    def _found(self) -> Encoding | CheckpointError:
+    def _loaded(self) -> Encoding | CheckpointError:
         try:
             if self._path is not None:
                 return tokenizer.from_path(self._path, self._vocab_size)
