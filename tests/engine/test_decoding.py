@@ -61,14 +61,14 @@ def test_a_prompt_alone_has_the_bits_of_its_length() -> None:
         config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_ctx=80, vocab_size=37)
         options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0, "stop_ids": ()}
         m = model("cuda", config)
-        for prompt in random_prompts([66, 71, 79], config):
+        for prompt in random_prompts([20, 34, 79], config):
             (drawn,) = m.generate(prompt, **options).logprobs
             logits = m.engine.forward([prompt], "last")[0].astype(np.float64)
             top = logits.max()
             np.testing.assert_allclose(drawn, -np.log(np.exp(logits - top).sum()), rtol=1e-5)
             assert m.generate(prompt, **options).tokens == (int(logits.argmax()),)
-        (cache,) = m.engine._caches._ended  # type: ignore[attr-defined]
-        assert sorted(rows for rows, *_ in cache.prefills) == [68, 72, 80]
+        caches = m.engine._caches._ended  # type: ignore[attr-defined]
+        assert [rows for cache in caches for rows, *_ in cache.prefills] == [32, 64, 128]
 
 
 @everywhere
