@@ -53,6 +53,8 @@ constexpr int PASS = 1024;            // threads of the largest block, in whose 
 constexpr int SHARE = PASS / RANKS;   // number of the PASS threads whose sums one block computes
 constexpr int LATER = 7;              // loads in flight in later passes, where more registers are in use
 constexpr int FIRST = SAMPLE_LOADS, LIST = SAMPLE_LIST;
+constexpr int PARTS = THREADS > 128 ? THREADS / 128 : 1;  // threads that compare a candidate with others
+constexpr int LISTED = LIST < THREADS / PARTS ? LIST : THREADS / PARTS;  // maximum number of a few candidates
 constexpr int BINS = 2048;            // bins of a histogram: 11 bits
 constexpr float REACH = 28.0f;        // a token's mass is 0 if (max - l) / temperature is at least 27.73
 constexpr float NEAR = 8.0f;          // three quarters of the bins are for (max - l) / temperature below NEAR
@@ -69,6 +71,8 @@ struct Shared {
     u64 totals[RANKS];               // the sum of each block of the row
     float list[LIST];                // candidates of the row
     float own[RANKS > 1 ? LIST : 1];  // candidates of this block
+    int ids[LIST], own_ids[RANKS > 1 ? LIST : 1];  // their tokens
+    u64 masses[LISTED];              // masses of a few candidates, 0 for those that are not kept
     float l[PASS_WARPS];             // largest l of each of the PASS_WARPS warps
     int id[PASS_WARPS];
     float second[PASS_WARPS];        // top-k: largest l of each warp in other lanes than the lane with the maximum
@@ -280,17 +284,19 @@ struct Candidates {
     }
 };
 
-// Returns the number of the row's candidates. If it is at most LIST, they are in s.list.
+// Returns the number of the row's candidates. If it is at most LIST, they are in s.list, and their tokens in s.ids.
 __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) {
     float* own = RANKS > 1 ? s.own : s.list;
+    int* own_ids = RANKS > 1 ? s.own_ids : s.ids;
     if (threadIdx.x == 0) s.count = 0;
     __syncthreads();
-    visit(row, row.first + threadIdx.x, row.end, THREADS, [&](const float(&l)[LATER]) {
+    int id = row.first + threadIdx.x;
+    visit(row, id, row.end, THREADS, [&](const float(&l)[LATER]) {
 #pragma unroll
-        for (int i = 0; i < LATER; ++i) {
+        for (int i = 0; i < LATER; ++i, id += THREADS) {
             if (!among.has(row, l[i])) continue;
             const int at = atomicAdd(&s.count, 1);
-            if (at < LIST) own[at] = l[i];
+            if (at < LIST) own[at] = l[i], own_ids[at] = id;
         }
     });
     __syncthreads();
@@ -303,8 +309,11 @@ __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) 
         if (threadIdx.x >= all) rank = other, before = all;
         all += s.counts[other];
     }
-    if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
-    return all;  // no barrier is needed: a thread reads only the candidate that it copied
+    if (all <= LIST && threadIdx.x < all) {
+        s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
+        s.ids[threadIdx.x] = *in_block(&s.own_ids[threadIdx.x - before], rank);
+    }
+    return all;  // select() needs no barrier: a thread reads only the candidate that it copied
 }
 
 // Sorts the candidates in s.list and returns the first candidate at which the running sum reaches `need`; `need` must

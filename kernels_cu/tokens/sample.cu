@@ -30,7 +30,8 @@
 //   sample_token: one to eight blocks per row; after exp all arithmetic is integer: the same bits in any batch. The
 //       blocks of a row are a cluster, each with a contiguous part of the row. The first pass computes maximum and
 //       log-sum-exp, which suffices for temperature 0. For top-k and top-p, candidates.cuh finds the smallest l kept.
-//       The last pass adds the masses kept and draws
+//       The last pass adds the masses kept and draws. If top-k has a few candidates, no further pass is needed: each
+//       block compares all of them
 //   mark_occurred: sets `occurred` for tokens of prompts, for the repetition penalty
 //
 // Blocks read their parts of a row from global memory in every pass: a copy in shared memory takes longer. The loop of
@@ -151,38 +152,15 @@ __device__ float kth_of_warps(Shared& s, int k) {
     return s.cut;
 }
 
-// filter() and draw() are not inlined: with them inlined, the kernel would spill registers.
+// draw(), draw_listed() and choose() are not inlined: with them inlined, the kernel would spill registers.
 
-// Returns the smallest l that top-k and top-p keep. largest: the largest l that this thread has read, or -inf.
-__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float largest) {
-    Candidates among = {-INFINITY, 0.0f, ALIVE};
-    if (0 < k && k < row.V) {
-        Candidates largest_ones = among;
-        int listed = LIST + 1;
-        bool enough;
-        if (k <= 2 * PASS_WARPS) {
-            largest_ones.cut = kth_of_warps(s, k);
-            enough = row.position(largest_ones.cut) < ALIVE;
-        } else {
-            const float at = row.position(largest);
-            if (at < ALIVE) count(s, (int)at);
-            const Found found = find(-1.0f, s, k);
-            enough = found.digit >= 0;
-            largest_ones.limit = found.digit + 1.0f;
-        }
-        if (enough) listed = gather(largest_ones, row, s);
-        among.cut = listed <= LIST ? select(false, row, s, listed, k) : min_kept(row, s, among, k, -1.0f);
-        // min_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
-    }
-    return p < 1.0f ? min_kept(row, s, among, 0, p) : among.cut;
-}
-
-// Draws a token with l >= cut and a mass of at least `least`. Returns the token in the block whose part contains it, -1
+// Draws a token with l >= cut and a mass of at least `part` UNIT. Returns the token in the block whose part contains it, -1
 // in other blocks.
-__device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least) {
+__device__ __noinline__ int draw(const Row& row, Shared& s, float cut, float part) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int length = (row.end - row.first + WARPS - 1) / WARPS;  // consecutive columns per warp
     const int first = row.first + warp * length;
+    const u64 least = (u64)(part * UNIT);
     const auto kept = [&](float l) {
         if (!(l >= cut)) return (u64)0;
         const u64 mass = row.mass(l);
@@ -214,6 +192,71 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, u64 least
     }
     __syncthreads();
     return s.token;
+}
+
+// Returns the sum of term(i) for i below count. PARTS neighbouring threads compute the sum together.
+template <typename F>
+__device__ __forceinline__ u64 sum(int count, F term) {
+    u64 all = 0;
+    for (int i = threadIdx.x % PARTS; i < count; i += PARTS) all += term(i);
+#pragma unroll
+    for (int distance = 1; distance < PARTS; distance *= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
+    return all;
+}
+
+// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens. PARTS threads
+// compare a candidate with the others: a token is kept if fewer than k tokens have a larger l, and if the masses of the
+// tokens with a larger l are less than the fraction p of all masses.
+__device__ __noinline__ int draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
+    __syncthreads();
+    if (RANKS > 1) release_to_cluster();  // this block has copied the candidates of the other blocks
+    const int own = threadIdx.x / PARTS;
+    const bool writes = own < count && threadIdx.x % PARTS == 0;
+    const float l = own < count ? s.list[own] : INFINITY;
+    const int id = own < count ? s.ids[own] : -1;
+    const auto keep = [&](u64 mass) {
+        __syncthreads();
+        if (writes) s.masses[own] = mass;
+        __syncthreads();
+        return sum(count, [&](int i) { return s.masses[i]; });
+    };
+    const bool few = sum(count, [&](int i) { return (u64)(s.list[i] > l); }) < k;
+    u64 mass = few && own < count ? row.mass(l) : 0, total = keep(mass);
+    if (p < 1.0f && sum(count, [&](int i) { return s.list[i] > l ? s.masses[i] : 0; }) >= part_of(p, total)) mass = 0;
+    if (mass < (u64)(part * UNIT)) mass = 0;
+    total = keep(mass);
+    const u64 r = __umul64hi(s.random, total);
+    const u64 before = sum(count, [&](int i) { return s.ids[i] < id ? s.masses[i] : 0; });
+    if (writes && before <= r && r < before + mass) s.token = id;
+    __syncthreads();
+    if (RANKS > 1) acquire_from_cluster();
+    return rank_in_row() == 0 ? s.token : -1;
+}
+
+// Draws a token of those that top-k, top-p and min-p keep. largest: the largest l that this thread has read, or -inf.
+// Returns the token in one block of the row, -1 in other blocks.
+__device__ __noinline__ int choose(const Row& row, Shared& s, int k, float p, float part, float largest) {
+    Candidates among = {-INFINITY, 0.0f, ALIVE};
+    if (0 < k && k < row.V) {
+        Candidates largest_ones = among;
+        int listed = LIST + 1;
+        bool enough;
+        if (k <= 2 * PASS_WARPS) {
+            largest_ones.cut = kth_of_warps(s, k);
+            enough = row.position(largest_ones.cut) < ALIVE;
+        } else {
+            const float at = row.position(largest);
+            if (at < ALIVE) count(s, (int)at);
+            const Found found = find(-1.0f, s, k);
+            enough = found.digit >= 0;
+            largest_ones.limit = found.digit + 1.0f;
+        }
+        if (enough) listed = gather(largest_ones, row, s);
+        if (listed <= LISTED) return draw_listed(row, s, listed, k, p, part);
+        among.cut = listed <= LIST ? select(false, row, s, listed, k) : min_kept(row, s, among, k, -1.0f);
+        // min_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
+    }
+    return draw(row, s, p < 1.0f ? min_kept(row, s, among, 0, p) : among.cut, part);
 }
 
 // grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS)
@@ -305,8 +348,7 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
             values.scale = fminf(values.inverse * (FINE / NEAR), 1e38f);
         }
         __syncthreads();
-        const float cut = filter(values, s, k, p, largest);
-        id = draw(values, s, cut, (u64)(part * UNIT));
+        id = choose(values, s, k, p, part, largest);
     }
     if (thread > 0 || id < 0) return;
     b = sequence();  // recomputed, because a register for it would spill
