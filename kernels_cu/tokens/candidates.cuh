@@ -71,8 +71,8 @@ struct Shared {
     u64 totals[RANKS];               // the sum of each block of the row
     float list[LIST];                // candidates of the row
     float own[RANKS > 1 ? LIST : 1];  // candidates of this block
-    int ids[LIST], own_ids[RANKS > 1 ? LIST : 1];  // their tokens
-    u64 masses[LISTED];              // masses of a few candidates, 0 for those that are not kept
+    int ids[LISTED], own_ids[RANKS > 1 ? LISTED : 1];  // their tokens, if they are few
+    u64 masses[LISTED];              // masses of a few candidates
     float l[PASS_WARPS];             // largest l of each of the PASS_WARPS warps
     int id[PASS_WARPS];
     float second[PASS_WARPS];        // top-k: largest l of each warp in other lanes than the lane with the maximum
@@ -284,7 +284,8 @@ struct Candidates {
     }
 };
 
-// Returns the number of the row's candidates. If it is at most LIST, they are in s.list, and their tokens in s.ids.
+// Returns the number of the row's candidates. If it is at most LIST, they are in s.list; up to LISTED, their tokens are
+// in s.ids.
 __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) {
     float* own = RANKS > 1 ? s.own : s.list;
     int* own_ids = RANKS > 1 ? s.own_ids : s.ids;
@@ -296,7 +297,8 @@ __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) 
         for (int i = 0; i < LATER; ++i, id += THREADS) {
             if (!among.has(row, l[i])) continue;
             const int at = atomicAdd(&s.count, 1);
-            if (at < LIST) own[at] = l[i], own_ids[at] = id;
+            if (at < LIST) own[at] = l[i];
+            if (at < LISTED) own_ids[at] = id;
         }
     });
     __syncthreads();
@@ -309,10 +311,8 @@ __device__ __noinline__ int gather(Candidates among, const Row& row, Shared& s) 
         if (threadIdx.x >= all) rank = other, before = all;
         all += s.counts[other];
     }
-    if (all <= LIST && threadIdx.x < all) {
-        s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
-        s.ids[threadIdx.x] = *in_block(&s.own_ids[threadIdx.x - before], rank);
-    }
+    if (all <= LIST && threadIdx.x < all) s.list[threadIdx.x] = *in_block(&s.own[threadIdx.x - before], rank);
+    if (all <= LISTED && threadIdx.x < all) s.ids[threadIdx.x] = *in_block(&s.own_ids[threadIdx.x - before], rank);
     return all;  // select() needs no barrier: a thread reads only the candidate that it copied
 }
 

@@ -154,8 +154,8 @@ __device__ float kth_of_warps(Shared& s, int k) {
 
 // draw(), draw_listed() and choose() are not inlined: with them inlined, the kernel would spill registers.
 
-// Draws a token with l >= cut and a mass of at least `part` UNIT. Returns the token in the block whose part contains it, -1
-// in other blocks.
+// Draws a token with l >= cut and a mass of at least `part` UNIT. Returns the token in the block whose part of the row
+// contains it, -1 in other blocks.
 __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, float part) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int length = (row.end - row.first + WARPS - 1) / WARPS;  // consecutive columns per warp
@@ -194,40 +194,46 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, float par
     return s.token;
 }
 
-// Returns the sum of term(i) for i below count. PARTS neighbouring threads compute the sum together.
-template <typename F>
-__device__ __forceinline__ u64 sum(int count, F term) {
-    u64 all = 0;
-    for (int i = threadIdx.x % PARTS; i < count; i += PARTS) all += term(i);
+// Sums over the candidates of a list: masses of candidates with a larger key, and of all candidates.
+struct Sums {
+    u64 larger, total;
+};
+
+// Writes a key and a mass for each of `count` candidates; PARTS threads have the same arguments, those of a candidate,
+// and together compute its sums.
+__device__ __noinline__ Sums sums(Shared& s, int count, float key, u64 mass) {
+    const int own = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    __syncthreads();
+    if (own < count && part == 0) s.list[own] = key, s.masses[own] = mass;
+    __syncthreads();
+    Sums found = {0, 0};
+    for (int i = part; i < count; i += PARTS) {
+        const u64 other = s.masses[i];
+        found.total += other;
+        found.larger += s.list[i] > key ? other : 0;
+    }
 #pragma unroll
-    for (int distance = 1; distance < PARTS; distance *= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
-    return all;
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        found.total += __shfl_xor_sync(0xffffffffu, found.total, distance);
+        found.larger += __shfl_xor_sync(0xffffffffu, found.larger, distance);
+    }
+    return found;
 }
 
-// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens. PARTS threads
-// compare a candidate with the others: a token is kept if fewer than k tokens have a larger l, and if the masses of the
-// tokens with a larger l are less than the fraction p of all masses.
+// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens. A candidate is kept if
+// fewer than k tokens have a larger l, and if the masses of tokens with a larger l are less than the fraction p of all.
 __device__ __noinline__ int draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
     __syncthreads();
     if (RANKS > 1) release_to_cluster();  // this block has copied the candidates of the other blocks
     const int own = threadIdx.x / PARTS;
-    const bool writes = own < count && threadIdx.x % PARTS == 0;
-    const float l = own < count ? s.list[own] : INFINITY;
+    const float l = own < count ? s.list[own] : -INFINITY;
     const int id = own < count ? s.ids[own] : -1;
-    const auto keep = [&](u64 mass) {
-        __syncthreads();
-        if (writes) s.masses[own] = mass;
-        __syncthreads();
-        return sum(count, [&](int i) { return s.masses[i]; });
-    };
-    const bool few = sum(count, [&](int i) { return (u64)(s.list[i] > l); }) < k;
-    u64 mass = few && own < count ? row.mass(l) : 0, total = keep(mass);
-    if (p < 1.0f && sum(count, [&](int i) { return s.list[i] > l ? s.masses[i] : 0; }) >= part_of(p, total)) mass = 0;
-    if (mass < (u64)(part * UNIT)) mass = 0;
-    total = keep(mass);
-    const u64 r = __umul64hi(s.random, total);
-    const u64 before = sum(count, [&](int i) { return s.ids[i] < id ? s.masses[i] : 0; });
-    if (writes && before <= r && r < before + mass) s.token = id;
+    u64 mass = sums(s, count, l, 1).larger < k ? row.mass(l) : 0;
+    const Sums by_l = sums(s, count, l, mass);
+    if ((p < 1.0f && by_l.larger >= part_of(p, by_l.total)) || mass < (u64)(part * UNIT)) mass = 0;
+    const Sums by_id = sums(s, count, -(float)id, mass);  // exact: ids are below 2^23
+    const u64 r = __umul64hi(s.random, by_id.total);
+    if (own < count && threadIdx.x % PARTS == 0 && by_id.larger <= r && r < by_id.larger + mass) s.token = id;
     __syncthreads();
     if (RANKS > 1) acquire_from_cluster();
     return rank_in_row() == 0 ? s.token : -1;
