@@ -150,9 +150,9 @@ class ToolChatForm(ChatForm):
 
     def __init__(self, model: str, encoding: Encoding | None, use: ToolUse) -> None:
         super().__init__(model, encoding)
-        names, held = frozenset(tool.name for tool in use.allowed), bool(use.held_by)
+        schemas = {tool.name: tool.function.parameters or NO_PARAMETERS for tool in use.allowed}
         self._use = use
-        reader = partial(CallReader, use.form, names, held, use.texts)
+        reader = partial(CallReader, use.form, schemas, bool(use.held_by), use.texts)
         self._readers = defaultdict[int, CallReader](reader)  # index of the choice → its reader
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
-from gpt2block.engine.grammars.schema import JSON_FORM, parsed, translated
+from gpt2block.engine.chat.tool_forms.member_grammar import MemberRules, schema_text
 
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
 ANY_TEXT = r"/(.|\n)*/"
@@ -53,7 +53,11 @@ def lark(
     if texts:
         rules["text_begin[lazy]"] = f"{text} ({' | '.join(map(literal, texts))})"
     for index, (name, schema) in enumerate(tools):
-        rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
+        if form.members:
+            more = MemberRules(form.members, schema, literal, rules, f"part_{index}")
+            rules[f"call_{index}"] = more.call(name)
+        else:
+            rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
     either = format is not None and not required
     rules["start"] = _start(form, required or either, parallel and form.many)
     if format is not None and either:
@@ -78,8 +82,11 @@ def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:
     end = f"{line}{literal(form.end)}" if form.end else ""
     if not form.listed:
         return f"{line}call {end}"
-    calls = 'call (", " call)*' if several else "call"
-    return f'" "? "[" {calls} "]" ' + (f"({end})?" if end else "")
+    first, between, last = map(json.dumps, form.listed)
+    calls = f"call ({between} call)*" if several else "call"
+    # Only models that write JSON leave the end out.
+    end = rf"(/\n?/ {end}){'' if form.members else '?'}" if end else ""
+    return rf"/[ \n]?/ {first} {calls} {last} {end}"
 
 
 def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], str]) -> str:
@@ -89,11 +96,6 @@ def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], st
     # In the tokens of JSON, so that a text of `format` may begin with the same characters.
     head = " ".join(map(json.dumps, re.findall('[{]|"[^"]*"|[:,] ', form.head(name))))
     return f'{head} {arguments} "}}"'
-
-
-def schema_text(schema: Mapping[str, object]) -> str:
-    """Return the JSON text of a schema, with the options of llguidance."""
-    return translated(parsed({**schema, "x-guidance": JSON_FORM}))
 
 
 def closed(schema: Mapping[str, object]) -> Mapping[str, object]:

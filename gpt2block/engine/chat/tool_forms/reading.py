@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import regex
 
 from gpt2block.engine.chat.tool_forms.base import ToolForm
+from gpt2block.engine.chat.tool_forms.members import Members, types_of_argument
 
 _OTHER = r'"(?:type|id)"\s*:\s*"[^"]*"'  # a further member of a call, before or after the others
 _NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"'  # usually before the arguments, but also after them
@@ -43,20 +44,29 @@ class CallPart(NamedTuple):
 class CallReader:
     """Separates an answer into text and calls.
 
-    names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
-    then the arguments of a call are returned as they arrive, and a call that is cut is returned
-    without its end, if its name is certain. Otherwise a call is returned when all of it has been
-    read. A call must have one of these names and a JSON object of arguments; otherwise the call is
-    returned as text. White space next to a call is left out unless text follows it. texts: whether
-    a held answer has text around its calls, text instead of calls, or none.
+    schemas: for each function that may be called, the JSON schema of its arguments. held: whether
+    the answer is held to a grammar of `lark`; then the arguments of a call are returned as they
+    arrive (one by one if the form writes them so), and a call that is cut is returned without its
+    end, if its name is certain. Otherwise a call is returned when all of it has been read. A call
+    must have one of these names and a JSON object of arguments; otherwise the call is returned as
+    text. White space next to a call is left out unless text follows it. texts: whether a held
+    answer has text around its calls, text instead of calls, or none.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
 
     def __init__(
-        self, form: ToolForm, names: Collection[str], held: bool = False, texts: Texts = "around"
+        self,
+        form: ToolForm,
+        schemas: Mapping[str, Mapping[str, Any]],
+        held: bool = False,
+        texts: Texts = "around",
     ) -> None:
-        self._form, self._names, self._held, self._texts = form, names, held, texts
+        self._form, self._schemas, self._held, self._texts = form, schemas, held, texts
+        self._head = _NAMED_HEAD if form.named else _HEAD
+        self._next = _NEXT
+        if form.members:
+            self._head, self._next = form.members.head, form.members.next
         self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
         self._text, self._final = "", False  # text not returned yet; whether no text follows it
@@ -104,20 +114,23 @@ class CallReader:
 
     def _calls(self, prefix: int) -> Step[None]:
         """Read calls after `prefix` characters, which are text if no call follows them."""
-        head_form, listed = _NAMED_HEAD if self._form.named else _HEAD, False
+        listed = False
         while True:
             self._at = prefix
-            head = yield from self._matched(head_form)
+            head = yield from self._matched(self._head)
             name = head and head["name"]
-            known = head is not None and (name in self._names or (name is None and not self._held))
-            if not known or not (yield from self._call(name)):
+            members, named = self._form.members, name in self._schemas
+            known = head is not None and (named or (name is None and not self._held))
+            call = self._arguments(members, name) if members else self._call(name)
+            if not known or not (yield from call):
                 if self._held and self._final and (prefix or self._texts == "none"):
                     self._cut(self._text[prefix:])
                 self._say(prefix)
                 return
             self._drop()
             listed = listed or head["list"] is not None
-            if (yield from self._matched(_NEXT, drops=True)) is None:
+            drops = self._held or not self._form.members
+            if (yield from self._matched(self._next, drops)) is None:
                 break
             prefix = self._at
         for end in (_LIST_END if listed else None, self._end):
@@ -153,10 +166,60 @@ class CallReader:
             if close is None or (name is None) == (close["name"] is None):
                 return False
             name = name or close["name"]
-        if name not in self._names:
+        if name not in self._schemas:
             return False
         self._add(CallPart(index, name, arguments))
         return True
+
+    def _arguments(self, members: Members, name: str) -> Step[bool]:
+        """Read arguments that are written one by one, and the end of their call, as `_call`."""
+        index, parts = self.count, list[str]()
+        if self._held:
+            self._add(CallPart(index, name, ""))
+        while True:
+            match, begin = (yield from self._matched(members.argument)), self._at
+            if match is not None and match["close"]:
+                parts.append("}" if parts else "{}")
+            elif match is not None and (yield from self._value(members)):
+                types = types_of_argument(self._schemas[name], match["key"])
+                value = members.json(self._text[begin : self._at], types)
+                parts.append(f"{', ' if parts else '{'}{json.dumps(match['key'])}: {value}")
+            else:
+                self.cut = self._held
+                self._at = len(self._text) if self._held else self._at
+                return self._held
+            if self._held:
+                self._add(CallPart(index, None, parts[-1]))
+            if match["close"]:
+                break
+        if not self._held and _is_json("".join(parts)):
+            self._add(CallPart(index, name, "".join(parts)))
+        return self.count > index
+
+    def _value(self, members: Members) -> Step[bool]:
+        """Move `_at` to the end of a value; return False if the answer ends before it."""
+        pattern, quote, depth, at = members.marks, "", 0, self._at
+        while True:
+            mark = pattern.search(self._text, at, partial=True)
+            if mark is None or mark.partial:
+                if self._final:
+                    return False
+                at = len(self._text) if mark is None else mark.start()
+                yield
+                continue
+            at = mark.end()
+            if quote:
+                if mark[0] == quote:
+                    pattern, quote = members.marks, ""
+            elif mark.lastgroup == "quote":
+                pattern, quote = members.inside(mark[0]), mark[0]
+            elif mark.lastgroup == "open":
+                depth += 1
+            elif not depth:
+                self._at = mark.start()
+                return True
+            elif mark.lastgroup == "close":
+                depth -= 1
 
     def _matched(self, pattern: regex.Pattern[str], drops: bool = False) -> Step[Any]:
         """Return the match of a pattern at `_at`, which moves to its end, or None.
@@ -178,7 +241,7 @@ class CallReader:
     def _cut(self, text: str) -> None:
         """Return a call that the answer ends in, if its name is certain. text: the part of it."""
         written = text.lstrip(" \n[")
-        names = [name for name in self._names if self._form.head(name).startswith(written)]
+        names = [name for name in self._schemas if self._form.head(name).startswith(written)]
         if len(names) == 1:
             self._add(CallPart(self.count, names[0], ""))
         self._text, self.cut = "", True

@@ -1,0 +1,205 @@
+"""Rules of a grammar for arguments that are written one by one (`Members`).
+
+Source: guidance-ai, "Syntax of LLGuidance Grammars".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from gpt2block.engine.chat.tool_forms.members import KEY, Members, type_of
+from gpt2block.engine.grammars.numbers import TYPES, types_of
+from gpt2block.engine.grammars.schema import (
+    ANNOTATIONS,
+    COMBINING,
+    JSON_FORM,
+    parsed,
+    resolved,
+    translated,
+)
+from gpt2block.errors import InputError
+
+DEFINITIONS = ("$defs", "definitions")
+OBJECT = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
+ARRAY = {"type", "items", "minItems", "maxItems"}
+STRING = {"type", "minLength", "maxLength"}
+
+
+def schema_text(schema: Mapping[str, object]) -> str:
+    """Return the JSON text of a schema, with the options of llguidance."""
+    return translated(parsed({**schema, "x-guidance": JSON_FORM}))
+
+
+class MemberRules:
+    """The rules for the arguments of one function.
+
+    rules: name of a rule → its text; methods add rules, whose names begin with `prefix`. schema:
+    the schema of the arguments, to whose definitions its parts refer. literal: as in `lark`.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        schema: Mapping[str, Any],
+        literal: Callable[[str], str],
+        rules: dict[str, str],
+        prefix: str,
+    ) -> None:
+        self._members, self._schema, self._literal = members, schema, literal
+        self._rules, self._prefix = rules, prefix
+        self._references: dict[str, str] = {}  # text of a $ref → name of its rule
+        self._definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
+
+    def call(self, name: str) -> str:
+        """Return an expression for a call. Raises InputError for a keyword that it cannot follow.
+
+        Where arguments are not values of JSON, strings follow no pattern and no format, and objects
+        and arrays no combined schemas.
+        """
+        before, after = self._members.name
+        head = self._text(f"{before}{name}{after}")
+        return f"{head} {self._object(self._schema)} {self._text(self._members.close)}"
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        """Return an expression for arguments, or for the members of an object without braces."""
+        _check(schema, OBJECT)
+        properties, needed = schema.get("properties", {}), schema.get("required", ())
+        others = schema.get("additionalProperties", True)
+        names = [*properties, *(name for name in needed if name not in properties)]
+        if self._members.bare:
+            names.sort(key=str.lower)
+        between = f"{json.dumps(self._members.between)} " if self._members.between else ""
+        options, tail, empty = list[str](), "", True
+        if others is not False:
+            other = self._rule(self._member(f"({self._other_key(names)})", others))
+            tail = self._rule(f"({between}{other})*")
+            options = [f"{other} {tail}"]
+        for name in reversed(names):
+            if not re.fullmatch(KEY, name):
+                _refuse(f"properties: expected names without spaces and brackets, got {name!r}")
+            key = json.dumps(name, ensure_ascii=False)
+            member = self._rule(self._member(key, properties.get(name, others)))
+            first, times = f"{member} {tail}", "" if name in needed else "?"
+            options = [first, *options] if times else [first]
+            empty = empty and bool(times)
+            tail = self._rule(f"({between}{member}){times} {tail}")
+        return f"({' | '.join(options)}){'?' if empty else ''}" if options else '""'
+
+    def _member(self, key: str, schema: object) -> str:
+        before, after = (f"{json.dumps(text)} " if text else "" for text in self._members.key)
+        return f"{before}{key} {after}({self._value(schema)})"
+
+    def _other_key(self, names: list[str]) -> str:
+        """Return the name of a rule for names of arguments that are not among `names`."""
+        listed = "|".join(map(_escaped, names))
+        return self._rule(f"/{KEY}/" + (f" & ~/({listed})/" if names else ""), terminal=True)
+
+    def _value(self, schema: object) -> str:
+        """Return an expression for a value, and for the text that follows the value."""
+        part = {} if schema is True else schema
+        if isinstance(part, Mapping) and (not part or "$ref" in part):  # may contain itself
+            reference = part.get("$ref", "")
+            if reference not in self._references:
+                name = self._references[reference] = self._rule("")
+                part = resolved(part, self._schema)
+                if not isinstance(part, dict):
+                    _refuse(f"$ref: expected a definition in this schema, got {reference!r}")
+                options = map(self._alternative, _alternatives(part))
+                self._rules[name] = " | ".join(options)
+            return self._references[reference]
+        return " | ".join(self._alternative(each) for each in _alternatives(schema))
+
+    def _alternative(self, schema: Mapping[str, Any]) -> str:
+        """Return an expression for a value of a schema with one type, or with listed values."""
+        members = self._members
+        if values := _listed(schema):
+            return " | ".join(self._text(members.value(value)) for value in values)
+        kind, end = schema.get("type"), f" {self._text(members.end)}" if members.end else ""
+        if not isinstance(kind, str) and (members.bare or not members.quotes):
+            _check(schema, set())
+        if kind in ("boolean", "null") and (members.constants or members.bare):
+            texts = ("true", "false") if kind == "boolean" else ("null",)
+            return " | ".join(json.dumps(members.constants.get(text, text)) for text in texts)
+        if kind == "string" and (members.bare or not members.quotes):
+            return self._string(schema)
+        if kind == "object" and members.bare:
+            return f'"{{" {self._object(schema)} "}}"'
+        if kind == "array" and members.bare:
+            return self._array(schema)
+        return f"%json {schema_text({**self._definitions, **schema})}{end}"
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        """Return an expression for a string without escapes, up to the text after it."""
+        _check(schema, STRING)
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = f"/(.|\\n){{{least},{most}}}/" if least or most != "" else r"/(.|\n)*/"
+        quote = "".join(self._members.quotes)
+        end = self._literal(quote or self._members.end)
+        if end.startswith("<"):  # a special token
+            rule = self._rule(f"{text} & ~/(.|\\n)*{_escaped(quote)}(.|\\n)*/", terminal=True)
+            return f"{end} {rule} {end}"
+        rule = self._rule(f"{text} {end}", lazy=True)
+        return f"{end} {rule}" if quote else rule
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        _check(schema, ARRAY)
+        item = self._rule(self._value(schema.get("items", True)))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        between = json.dumps(self._members.between)
+        more = f"({between} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        return f'"[" ({item} {more}){"" if least else "?"} "]"'
+
+    def _text(self, text: str) -> str:
+        """Return an expression for a text, in which quotes may be special tokens."""
+        quote = "|".join(map(re.escape, self._members.quotes if self._members.bare else ()))
+        pieces = re.split(f"({quote})", text) if quote else [text]
+        return " ".join(self._literal(piece) for piece in pieces if piece) or '""'
+
+    def _rule(self, rule: str, terminal: bool = False, lazy: bool = False) -> str:
+        """Add a rule; return its name. terminal: whether it is a single regular expression."""
+        name = f"{self._prefix}_{len(self._rules)}"
+        name = name.upper() if terminal else name
+        self._rules[f"{name}[lazy]" if lazy else name] = rule or '""'
+        return name
+
+
+def _alternatives(schema: object) -> Iterator[Mapping[str, Any]]:
+    """Yield schemas with one type each, or with listed values, that together permit the same."""
+    part: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    if schema is False:
+        _refuse("expected a schema that permits a value, got False")
+    if part.keys() - ANNOTATIONS == {"anyOf"}:
+        for option in part["anyOf"]:
+            yield from _alternatives(option)
+    elif _listed(part) or isinstance(part.get("type"), str) or part.keys() & COMBINING:
+        yield part
+    else:
+        for kind in part.get("type", TYPES):
+            yield {**part, "type": kind}
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists, none if it does not list values."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return [value for value in values if type_of(value) in types_of(schema)]
+
+
+def _check(schema: Mapping[str, Any], known: set[str]) -> None:
+    """Raise InputError for a keyword with an effect that is not among `known`."""
+    for name in schema:
+        if name not in known and name not in ANNOTATIONS:
+            _refuse(f"the form in which this model writes calls follows no {name}: leave it out")
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise InputError(f"tools: {problem}")
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression between slashes for a text."""
+    return re.escape(text).replace("/", r"\/")
