@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from gpt2block.engine.chat.thinking import Thinking
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.engine.chat.tool_forms.member_grammar import MemberRules, schema_text
 
@@ -24,6 +25,8 @@ def lark(
     parallel: bool,
     special: Callable[[str], int | None] = lambda text: None,
     format: Mapping[str, object] | None = None,
+    thinking: Thinking | None = None,
+    opened: bool = False,
 ) -> str:
     """Return a grammar of the answers of a model with this form.
 
@@ -33,6 +36,7 @@ def lark(
     of a special token by its name, None if the tokenizer has no such special token. A special token
     is matched by its id, because its text would be matched by the tokens of the text only. format:
     JSON schema of a text; an answer that need not be a call is then either such a text or calls.
+    thinking, opened: as for CallReader; thinking may be before calls, and before a text.
     """
 
     def literal(text: str) -> str:
@@ -59,21 +63,46 @@ def lark(
         else:
             rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
     either = format is not None and not required
-    rules["start"] = _start(form, required or either, parallel and form.many)
+    rules |= _thoughts(thinking, literal)
+    before = "thoughts " if thinking else ""
+    rules["start"] = _start(form, required or either, parallel and form.many, before)
     if format is not None and either:
-        rules["start"] = f"%json {schema_text(format)} | {rules['start']}"
+        rules["start"] = f"{before}%json {schema_text(format)} | {rules['start']}"
+    if opened:
+        rules["start"] = f"thought ({rules['start']})"
     return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
 
-def _start(form: ToolForm, required: bool, several: bool) -> str:
+def _thoughts(thinking: Thinking | None, literal: Callable[[str], str]) -> dict[str, str]:
+    """Return the rules for thinking, and for a text before it."""
+    if thinking is None:
+        return {}
+    begin, end, label = literal(thinking.begin), literal(thinking.end), thinking.label.strip()
+    label = f" {json.dumps(label)}" if label else ""
+
+    def up_to(name: str, mark: str) -> dict[str, str]:
+        return {name if mark.startswith("<") else f"{name}[lazy]": f"{ANY_TEXT} {mark}"}
+
+    return {
+        **up_to("until_thought", begin),
+        **up_to("in_thought", end),
+        "thought": r"in_thought /[ \n]*/",
+        "thoughts": f"({begin}{label} thought)*",
+        "text_thought": f"until_thought{label} in_thought",
+    }
+
+
+def _start(form: ToolForm, required: bool, several: bool, thoughts: str) -> str:
+    """Return the rule for an answer. thoughts: expression for thinking, if there may be any."""
     repeats = several and not form.listed
     if required:
-        first = "body" if form.bare else "begin body"
+        first = f"{thoughts}body" if form.bare else f"{thoughts}begin body"
         line = json.dumps(form.line) + " " if form.line else ""
         return f"{first} ({line}{first})*" if repeats else first
     if several:
-        return "(head body)* text"
-    return "text | head body" + (" | body" if form.bare else "")
+        return f"(head body{' | text_thought' if thoughts else ''})* text"
+    before = "text_thought* " if thoughts else ""
+    return f"{before}(text | head body" + (" | body)" if form.bare else ")")
 
 
 def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:

@@ -70,7 +70,8 @@ class Members:
     @cached_property
     def argument(self) -> regex.Pattern[str]:
         """Matches the text before the value of an argument, or the end of the arguments."""
-        between, end, close = map(_spaced, (self.between, self.end, self.close))
+        texts = (self.between, self.end, self.close)
+        between, end, close = (regex.escape(text.strip()) for text in texts)
         before, after = map(regex.escape, self.key)
         key = rf"(?:{between}\s*)?{before}(?P<key>{KEY})\s*{after}"
         return regex.compile(rf"\s*(?:{end}\s*)?(?:(?P<close>{close})|{key})")
@@ -189,11 +190,6 @@ def _types(part: object, schema: Mapping[str, Any], depth: int = 9) -> set[str]:
 def type_of(value: object) -> str:
     """Return the type of a value of JSON; "number" stands for "integer", too."""
     return TYPES.get(type(value), "number")
-
-
-def _spaced(text: str) -> str:
-    """Return a pattern of a text without the white space at its ends."""
-    return regex.escape(text.strip())
 
 
 def _unescaped(escape: regex.Match[str]) -> str:

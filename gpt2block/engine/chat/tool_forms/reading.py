@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import regex
 
+from gpt2block.engine.chat.thinking import Thinking
 from gpt2block.engine.chat.tool_forms.base import ToolForm
 from gpt2block.engine.chat.tool_forms.members import Members, types_of_argument
 
@@ -23,6 +24,7 @@ _NAMED_HEAD = regex.compile(
 _CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _LIST_END = regex.compile(r"\s*\]")
+_SPACE = regex.compile(r"\s*(?=\S)")
 
 Texts = Literal["around", "instead", "none"]
 Result = TypeVar("Result")
@@ -41,42 +43,63 @@ class CallPart(NamedTuple):
     arguments: str
 
 
-class CallReader:
-    """Separates an answer into text and calls.
+class Thought(NamedTuple):
+    """A piece of the model's thinking, without the texts and the white space around it."""
 
+    text: str
+
+
+Found = str | CallPart | Thought
+
+
+class CallReader:
+    """Separates an answer into text, calls and thinking.
+
+    form: the form of calls; None: the answer has no calls.
     schemas: for each function that may be called, the JSON schema of its arguments. held: whether
     the answer is held to a grammar of `lark`; then the arguments of a call are returned as they
     arrive (one by one if the form writes them so), and a call that is cut is returned without its
     end, if its name is certain. Otherwise a call is returned when all of it has been read. A call
     must have one of these names and a JSON object of arguments; otherwise the call is returned as
     text. White space next to a call is left out unless text follows it. texts: whether a held
-    answer has text around its calls, text instead of calls, or none.
+    answer has text around its calls, text instead of calls, or none. thinking: the texts around
+    thinking; None: thinking is text. opened: whether the answer begins with thinking.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
 
     def __init__(
         self,
-        form: ToolForm,
+        form: ToolForm | None,
         schemas: Mapping[str, Mapping[str, Any]],
         held: bool = False,
         texts: Texts = "around",
+        thinking: Thinking | None = None,
+        opened: bool = False,
     ) -> None:
+        form = form or ToolForm("", ())
         self._form, self._schemas, self._held, self._texts = form, schemas, held, texts
         self._head = _NAMED_HEAD if form.named else _HEAD
         self._next = _NEXT
         if form.members:
             self._head, self._next = form.members.head, form.members.next
-        self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
+        begins = "|".join(map(regex.escape, form.begins)) or "(?!)"
+        self._begin, self._thinking, self._opened = regex.compile(begins), thinking, opened
+        if thinking:
+            begin = regex.escape(thinking.begin + thinking.label.rstrip())
+            self._think = regex.compile(rf"\s*{begin}")
+            self._think_end = regex.compile(rf"\s*{regex.escape(thinking.end)}")
+            begins += f"|(?P<think>{begin})"
+        self._mark = regex.compile(begins)
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
         self._text, self._final = "", False  # text not returned yet; whether no text follows it
         self._at = 0  # number of characters of _text that the current step has read
         self._space = ""  # white space after the returned text, which is returned if text follows
         self.count, self.cut, self._after_call = 0, False, False
-        self._found: list[str | CallPart] = []
+        self._found: list[Found] = []
         self._steps = self._all()
 
-    def read(self, piece: str, final: bool = False) -> list[str | CallPart]:
+    def read(self, piece: str, final: bool = False) -> list[Found]:
         """Return the text and the parts of calls that a further piece of the answer completes.
 
         final: whether the answer ends here.
@@ -89,6 +112,10 @@ class CallReader:
 
     def _all(self) -> Step[None]:
         calls = True  # whether calls may follow
+        while self._opened or (self._thinking and (yield from self._matched(self._think))):
+            self._opened = False
+            if not (yield from self._thought()):
+                return
         if self._form.bare:
             while not self._text.strip() and not self._final:
                 yield
@@ -97,11 +124,16 @@ class CallReader:
             calls = (yield from self._matched(self._begin, drops=True)) is not None
             self._texts = "none" if calls else "around"
         while True:
-            begin: Any = self._begin.search(self._text, partial=True) if calls else None
+            begin: Any = self._mark.search(self._text, partial=True) if calls else None
             if begin is not None and not begin.partial:
                 self._say(begin.start())
-                yield from self._calls(len(begin[0]))
-                continue
+                if begin.lastgroup is None:
+                    yield from self._calls(len(begin[0]))
+                    continue
+                self._at = len(begin[0])
+                if (yield from self._thought()):
+                    continue
+                return
             whole = begin is None or self._final
             self._say(len(self._text) if whole else begin.start())
             if self._final:
@@ -111,6 +143,27 @@ class CallReader:
             self._cut("")
         if self._space and not self._after_call:
             self._found.append(self._space)
+
+    def _thought(self) -> Step[bool]:
+        """Return thinking from `_at` as it arrives, and whether its end has been read."""
+        begun = False
+        while True:
+            self._drop()
+            end: Any = self._think_end.search(self._text, partial=True)
+            ended = end is not None and not end.partial
+            stop = len(self._text) if end is None or (self._final and not ended) else end.start()
+            piece = self._text[:stop] if begun else self._text[:stop].lstrip()
+            if piece:
+                self._found.append(Thought(piece))
+                begun = True
+            self._at = end.end() if ended else stop
+            if ended:
+                yield from self._matched(_SPACE, drops=True)
+            elif not self._final:
+                yield
+                continue
+            self._drop()
+            return ended
 
     def _calls(self, prefix: int) -> Step[None]:
         """Read calls after `prefix` characters, which are text if no call follows them."""
