@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra serve is not installed")
 
 from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.chat.thinking import thinking_of
 from gpt2block.engine.chat.tool_forms import FORMS, FormName
 from gpt2block.engine.chat.tool_forms.base import Tool
 from gpt2block.engine.chat.tool_forms.grammar import closed, lark
-from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader
+from gpt2block.engine.chat.tool_forms.reading import CallReader, Thought
 from gpt2block.errors import InputError
 from tests.devices import slow
 from tests.tool_answers import EXAMPLES, OTHERS, SCHEMAS, TEMPLATES, call, joined
@@ -29,10 +30,10 @@ TOOLS = [Tool("f", closed(A_NUMBER)), Tool("g", closed({"type": "object", "prope
 CALLS = [("f", '{"a": 1.2}'), ("g", "{}")]
 
 
-def read(form: str, text: str, size: int, *more: Any) -> list[str | CallPart]:
-    reader = CallReader(FORMS[form], SCHEMAS, *more)
-    parts = [part for at in range(0, len(text), size) for part in reader.read(text[at : at + size])]
-    return parts + reader.read("", final=True)
+def read(form: str, text: str, size: int, *more: Any, schemas: Any = SCHEMAS) -> list[Any]:
+    reader = CallReader(FORMS[form], schemas, *more)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    return [part for piece in pieces for part in reader.read(piece)] + reader.read("", final=True)
 
 
 def test_each_form_has_examples_and_a_template() -> None:
@@ -171,10 +172,7 @@ def test_random_calls(name: str) -> None:
                 (f"<|tool_call_start|>[{', '.join(python)}]<|tool_call_end|>", values, False)
             )
         for text, expected, held in cases:
-            reader, parts, size = CallReader(form, schemas, held), list[Any](), rng.randrange(1, 40)
-            for at in range(0, len(text), size):
-                parts += reader.read(text[at : at + size])
-            calls = joined(parts + reader.read("", final=True))[1]
+            calls = joined(read(of, text, rng.randrange(1, 40), held, schemas=schemas))[1]
             assert [name for name, _ in calls] == ["f", "g"], text
             assert [json.loads(each) for _, each in calls] == expected
         if index % 10 == 0 and "\n</parameter>\n\n" not in written:
@@ -187,6 +185,86 @@ def test_the_name_of_a_call_is_before_its_arguments() -> None:
     template = ChatTemplate("{{ messages[0].tool_calls[0].function | tojson }}", {})
     text = template.render([{"role": "assistant", "tool_calls": [{"function": function}]}])
     assert text == '{"name": "f", "arguments": {"a": 1}}'
+
+
+# --- thinking -------------------------------------------------------------------------------------
+
+QWEN, GEMMA = (thinking_of(TEMPLATES[name]) for name in ("qwen3-coder", "gemma4"))
+CALL = FORMS["qwen3-coder"].written("", [call("g", "{}")])
+GEMMA_CALL = FORMS["gemma4"].written("", [call("g", "{}")])
+# (form, thinking, opened, answer, content, thinking's text, number of calls)
+THOUGHTS: list[tuple[str, Any, bool, str, str, str, int]] = [
+    ("qwen3-coder", QWEN, True, f"\nHm. {CALL}\n</think>\n\nYes. {CALL}", "Yes.", f"Hm. {CALL}", 1),
+    ("qwen3-coder", QWEN, False, f"<think>a</think>{CALL}\n<think>b\n</think>{CALL}", "", "ab", 2),
+    ("qwen3-coder", QWEN, False, "<think>\n\n</think>\n\nHi <think", "Hi <think", "", 0),
+    ("qwen3-coder", QWEN, True, "Hm </thin", "", "Hm </thin", 0),
+    ("qwen3-coder", None, False, "<think>a</think>b", "<think>a</think>b", "", 0),
+    ("gemma4", GEMMA, False, f"<|channel>thought\na\n<channel|>{GEMMA_CALL}b", "b", "a", 1),
+    ("gemma4", GEMMA, False, "<|channel>other\na<channel|>", "<|channel>other\na<channel|>", "", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("row", THOUGHTS)
+def test_thinking_is_read_apart(row: tuple[str, Any, bool, str, str, str, int], size: int) -> None:
+    form, thinking, opened, answer, content, thought, count = row
+    for texts in ("around", *["none"] * bool(count), *["instead"] * (not content)):
+        parts = read(form, answer, size, texts != "around", texts, thinking, opened)
+        thoughts = [part for part in parts if isinstance(part, Thought)]
+        assert "".join(part.text for part in thoughts) == thought
+        text, calls = joined([part for part in parts if part not in thoughts])
+        assert (text, len(calls)) == ("" if texts == "none" else content, count)
+
+
+@pytest.mark.parametrize("form", ["qwen3-coder", "gemma4"])
+@pytest.mark.parametrize("are_special", [False, True])
+def test_grammars_with_thinking(form: str, are_special: bool) -> None:
+    """Thinking is permitted before calls and before a text, and may contain anything."""
+    pytest.importorskip("llguidance", reason="the extra tools is not installed")
+    of, thinking = FORMS[form], thinking_of(TEMPLATES[form])
+    assert thinking is not None
+    special = [*filter(None, (*of.marks, *thinking.marks))] if are_special else []
+    ids = {name: 257 + at for at, name in enumerate(special)}
+    one, two = (of.written("", [call(*each) for each in CALLS[:n]]) for n in (1, 2))
+    begin, begun = thinking.begin + thinking.label, f"Hm {{\n{thinking.end}\n\n"
+    # text → whether accepted if calls are required, optional, one call is optional, with a format
+    table = {
+        begin + begun + two: (True, True, False, True),
+        begin + begun + "Hi": (False, True, True, False),
+        begin + begun + '{"a": 1}': (False, True, True, True),
+        begin + begun + begin + begun + one: (True, True, True, True),
+        begin + "Hm": (False, False, False, False),
+        begin + begun + of.begins[0] + "x": (False, False, False, False),
+        one + "\n" * bool(of.line) + begin + begun + one: (True, True, False, True),
+    }
+    for place, (required, parallel, format) in enumerate(
+        [(True, True, None), (False, True, None), (False, False, None), (False, True, A_NUMBER)]
+    ):
+        options: list[Any] = [of, TOOLS, required, parallel, ids.get, format, thinking]
+        grammar, opened = lark(*options), lark(*options, True)
+        for text, expected in table.items():
+            assert accepted(grammar, text, special) == expected[place], (text, place)
+            if text.startswith(begin):
+                assert accepted(opened, text.removeprefix(begin), special) == expected[place], text
+        assert not accepted(opened, one, special)
+
+
+def test_thinking_in_messages() -> None:
+    """reasoning_content is rendered from the field that a template reads, or from the content."""
+    message = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    for name, expected in {
+        "qwen3-coder": "<think>\nHm.\n</think>\n\nYes.", "lfm2": "<think>Hm.</think>Yes.",
+        "gemma4": "<|channel>thought\nHm.\n<channel|>Yes.",
+    }.items():  # fmt: skip
+        template = ChatTemplate(TEMPLATES[name], {})
+        assert expected in template.render([message], add_generation_prompt=False)
+    template = ChatTemplate("{% for m in messages %}{{ m.content.split('</think>')[-1] }}"
+                            "{{ m.content }}{% endfor %}<think>", {})  # fmt: skip
+    assert template.render([message]) == "\n\nYes.<think>\nHm.\n</think>\n\nYes.<think>"
+    prompt = ChatTemplate(TEMPLATES["qwen3-coder"], {})
+    for enabled, opened in [(True, True), (False, False)]:
+        assert QWEN is not None
+        assert QWEN.begins_after(prompt.render([USER], enable_thinking=enabled)) == opened
 
 
 # --- grammars -------------------------------------------------------------------------------------
@@ -321,5 +399,5 @@ def test_a_grammar_refuses_keywords_that_it_cannot_follow() -> None:
             FORMS[form].written("", [call("f", "[1]")])
     for form, arguments in [("gemma4", '{"a": "<|\\"|>"}'), ("lfm2", '{"a b": 1}'),
                             ("qwen3-coder", '{"a": "\\n</parameter>\\n<parameter="}')]:  # fmt: skip
-        with pytest.raises(InputError, match=r"^messages: tool_calls: the form of this model can"):
+        with pytest.raises(InputError, match=r"^messages: tool_calls: this model cannot write"):
             FORMS[form].written("", [call("f", arguments)])

@@ -168,11 +168,12 @@ class ToolChatForm(ChatForm):
         reasons: bool = True,
     ) -> None:
         super().__init__(model, encoding)
-        self._use, self._reasons, more = use, reasons, {"thinking": thinking, "opened": opened}
-        reader = partial(CallReader, None, {}, **more)
+        self._use, self._reasons = use, reasons
+        reader = partial(CallReader, None, {}, thinking=thinking, opened=opened)
         if use is not None:
             schemas = {tool.name: tool.function.parameters or NO_PARAMETERS for tool in use.allowed}
-            reader = partial(CallReader, use.form, schemas, bool(use.held_by), use.texts, **more)
+            calls = (use.form, schemas, bool(use.held_by), use.texts)
+            reader = partial(CallReader, *calls, thinking, opened)
         self._readers = defaultdict[int, CallReader](reader)  # index of the choice → its reader
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:

@@ -101,8 +101,8 @@ def _start(form: ToolForm, required: bool, several: bool, thoughts: str) -> str:
         return f"{first} ({line}{first})*" if repeats else first
     if several:
         return f"(head body{' | text_thought' if thoughts else ''})* text"
-    before = "text_thought* " if thoughts else ""
-    return f"{before}(text | head body" + (" | body)" if form.bare else ")")
+    answer = "text | head body" + (" | body" if form.bare else "")
+    return f"text_thought* ({answer})" if thoughts else answer
 
 
 def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:

@@ -7,19 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from gpt2block.engine.chat.tool_forms.members import KEY, Members, type_of
-from gpt2block.engine.grammars.numbers import TYPES, types_of
-from gpt2block.engine.grammars.schema import (
-    ANNOTATIONS,
-    COMBINING,
-    JSON_FORM,
-    parsed,
-    resolved,
-    translated,
-)
+from gpt2block.engine.chat.tool_forms.members import KEY, Members, alternatives
+from gpt2block.engine.grammars.schema import ANNOTATIONS, JSON_FORM, parsed, translated
 from gpt2block.errors import InputError
 
 DEFINITIONS = ("$defs", "definitions")
@@ -50,7 +42,7 @@ class MemberRules:
     ) -> None:
         self._members, self._schema, self._literal = members, schema, literal
         self._rules, self._prefix = rules, prefix
-        self._references: dict[str, str] = {}  # text of a $ref → name of its rule
+        self._values: dict[str, str] = {}  # JSON of a schema → name of its rule
         self._definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
 
     def call(self, name: str) -> str:
@@ -71,65 +63,57 @@ class MemberRules:
         names = [*properties, *(name for name in needed if name not in properties)]
         if self._members.bare:
             names.sort(key=str.lower)
-        between = f"{json.dumps(self._members.between)} " if self._members.between else ""
-        options, tail, empty = list[str](), "", True
+        between = self._text(self._members.between)
+        options, tail = list[str](), '""'
         if others is not False:
-            other = self._rule(self._member(f"({self._other_key(names)})", others))
-            tail = self._rule(f"({between}{other})*")
-            options = [f"{other} {tail}"]
+            listed = "|".join(map(_escaped, names))
+            key = self._rule(f"/{KEY}/" + f" & ~/({listed})/" * bool(names), terminal=True)
+            member = self._member(key, others)
+            tail = self._rule(f"({between} {member})*")
+            options = [f"{member} {tail}"]
         for name in reversed(names):
             if not re.fullmatch(KEY, name):
                 _refuse(f"properties: expected names without spaces and brackets, got {name!r}")
-            key = json.dumps(name, ensure_ascii=False)
-            member = self._rule(self._member(key, properties.get(name, others)))
+            member = self._member(
+                json.dumps(name, ensure_ascii=False), properties.get(name, others)
+            )
             first, times = f"{member} {tail}", "" if name in needed else "?"
             options = [first, *options] if times else [first]
-            empty = empty and bool(times)
-            tail = self._rule(f"({between}{member}){times} {tail}")
-        return f"({' | '.join(options)}){'?' if empty else ''}" if options else '""'
+            tail = self._rule(f"({between} {member}){times} {tail}")
+        return f"({' | '.join(options) or tail}){'' if needed else '?'}"
 
     def _member(self, key: str, schema: object) -> str:
-        before, after = (f"{json.dumps(text)} " if text else "" for text in self._members.key)
-        return f"{before}{key} {after}({self._value(schema)})"
-
-    def _other_key(self, names: list[str]) -> str:
-        """Return the name of a rule for names of arguments that are not among `names`."""
-        listed = "|".join(map(_escaped, names))
-        return self._rule(f"/{KEY}/" + (f" & ~/({listed})/" if names else ""), terminal=True)
+        before, after = map(self._text, self._members.key)
+        return self._rule(f"{before} {key} {after} {self._value(schema)}")
 
     def _value(self, schema: object) -> str:
-        """Return an expression for a value, and for the text that follows the value."""
-        part = {} if schema is True else schema
-        if isinstance(part, Mapping) and (not part or "$ref" in part):  # may contain itself
-            reference = part.get("$ref", "")
-            if reference not in self._references:
-                name = self._references[reference] = self._rule("")
-                part = resolved(part, self._schema)
-                if not isinstance(part, dict):
-                    _refuse(f"$ref: expected a definition in this schema, got {reference!r}")
-                options = map(self._alternative, _alternatives(part))
-                self._rules[name] = " | ".join(options)
-            return self._references[reference]
-        return " | ".join(self._alternative(each) for each in _alternatives(schema))
+        """Return the name of a rule for a value, and for the text that follows the value."""
+        key = json.dumps(schema)
+        if key not in self._values:
+            name = self._values[key] = self._rule("")  # a schema may contain itself
+            options = map(self._alternative, alternatives(schema, self._schema))
+            self._rules[name] = " | ".join(options)
+        return self._values[key]
 
     def _alternative(self, schema: Mapping[str, Any]) -> str:
-        """Return an expression for a value of a schema with one type, or with listed values."""
-        members = self._members
-        if values := _listed(schema):
-            return " | ".join(self._text(members.value(value)) for value in values)
-        kind, end = schema.get("type"), f" {self._text(members.end)}" if members.end else ""
-        if not isinstance(kind, str) and (members.bare or not members.quotes):
-            _check(schema, set())
-        if kind in ("boolean", "null") and (members.constants or members.bare):
-            texts = ("true", "false") if kind == "boolean" else ("null",)
-            return " | ".join(json.dumps(members.constants.get(text, text)) for text in texts)
-        if kind == "string" and (members.bare or not members.quotes):
-            return self._string(schema)
-        if kind == "object" and members.bare:
+        """Return an expression for a value of a schema that `alternatives` yields."""
+        members, kind = self._members, schema.get("type")
+        if "enum" in schema:
+            return " | ".join(self._text(members.value(value)) for value in schema["enum"])
+        if members.bare or not members.quotes:
+            if kind is None:
+                _check(schema, set())
+            if kind == "string":
+                return self._string(schema)
+        if members.bare or members.constants:
+            constants = {"boolean": ("true", "false"), "null": ("null",)}.get(str(kind), ())
+            if constants:
+                return " | ".join(json.dumps(members.constants.get(t, t)) for t in constants)
+        if members.bare and kind == "object":
             return f'"{{" {self._object(schema)} "}}"'
-        if kind == "array" and members.bare:
+        if members.bare and kind == "array":
             return self._array(schema)
-        return f"%json {schema_text({**self._definitions, **schema})}{end}"
+        return f"%json {schema_text({**self._definitions, **schema})} {self._text(members.end)}"
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         """Return an expression for a string without escapes, up to the text after it."""
@@ -146,7 +130,7 @@ class MemberRules:
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         _check(schema, ARRAY)
-        item = self._rule(self._value(schema.get("items", True)))
+        item = self._value(schema.get("items", True))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[" "]"'
@@ -166,27 +150,6 @@ class MemberRules:
         name = name.upper() if terminal else name
         self._rules[f"{name}[lazy]" if lazy else name] = rule or '""'
         return name
-
-
-def _alternatives(schema: object) -> Iterator[Mapping[str, Any]]:
-    """Yield schemas with one type each, or with listed values, that together permit the same."""
-    part: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
-    if schema is False:
-        _refuse("expected a schema that permits a value, got False")
-    if part.keys() - ANNOTATIONS == {"anyOf"}:
-        for option in part["anyOf"]:
-            yield from _alternatives(option)
-    elif _listed(part) or isinstance(part.get("type"), str) or part.keys() & COMBINING:
-        yield part
-    else:
-        for kind in part.get("type", TYPES):
-            yield {**part, "type": kind}
-
-
-def _listed(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists, none if it does not list values."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [value for value in values if type_of(value) in types_of(schema)]
 
 
 def _check(schema: Mapping[str, Any], known: set[str]) -> None:

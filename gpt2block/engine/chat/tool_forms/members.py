@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
 import regex
 
-from gpt2block.engine.grammars.numbers import types_of
-from gpt2block.engine.grammars.schema import resolved
+from gpt2block.engine.grammars.numbers import TYPES, types_of
+from gpt2block.engine.grammars.schema import ANNOTATIONS, COMBINING, resolved
 from gpt2block.errors import InputError, shown
 
 NAME = r"[\w.-]+"  # name of a function
 KEY = r"[^\s=:,<>(){}\[\]\"']+"  # name of an argument
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+TYPE_OF = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+_STRING = regex.compile(r'(?P<text>"(?:[^"\\]|\\.)*")(?P<colon>:?)')
 _ESCAPE = regex.compile(r"(?s)\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U[\da-fA-F]{8}|[0-7]{1,3}|.)")
 _CHARACTERS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a",
                "\n": "", "\\": "\\", "/": "/", "'": "'", '"': '"'}  # fmt: skip
@@ -128,68 +129,79 @@ class Members:
         Raises InputError for arguments that are no object, and for a text that cannot be written.
         """
         try:
-            values = json.loads(arguments)
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
-            raise InputError(
-                f"messages: tool_calls: expected the JSON text of an object, got {shown(arguments)}"
-            )
-        pairs = [self.pair(key, value) for key, value in values.items()]
-        return f"{self.name[0]}{name}{self.name[1]}{self.between.join(pairs)}{self.close}"
-
-    def pair(self, key: str, value: object) -> str:
-        """Return an argument as the model writes it. Raises InputError as `written` does."""
-        if not regex.fullmatch(KEY, key):
-            _refuse(f"a name without spaces, quotes and brackets, got {shown(key)}")
-        return f"{self.key[0]}{key}{self.key[1]}{self.value(value)}"
+            values = dict(json.loads(arguments))
+        except (ValueError, TypeError, RecursionError):
+            problem = f"expected the JSON text of an object, got {shown(arguments)}"
+            raise InputError(f"messages: tool_calls: {problem}") from None
+        pairs = [f"{key.join(self.key)}{self.value(value)}" for key, value in values.items()]
+        call = f"{name.join(self.name)}{self.between.join(pairs)}{self.close}"
+        if not all(regex.fullmatch(KEY, key) for key in values):
+            _refuse("a name of an argument with spaces, quotes or brackets", call)
+        return call
 
     def value(self, value: object) -> str:
         """Return the value of an argument, and the text after it, as the model writes both."""
         if self.quotes or not isinstance(value, str):
-            text = self.text(value)
+            text = self._text(value)
             return self.constants.get(text, text) + self.end
-        found = self.marks.search(f"{value}{self.end}{self.close}")
-        return _without(self.end, value, ends=found.start() < len(value)) + self.end
+        if self.marks.search(f"{value}{self.end}{self.close}").start() < len(value):
+            _refuse("a text that contains its end", value)
+        return f"{value}{self.end}"
 
-    def text(self, value: object) -> str:
+    def _text(self, value: object) -> str:
         """Return a value with quotes around all of its strings."""
-        if self.bare and isinstance(value, dict):
-            pairs = [f"{self._key(key)}{self.text(each)}" for key, each in value.items()]
-            return f"{{{','.join(pairs)}}}"
-        if self.bare and isinstance(value, list):
-            return f"[{','.join(map(self.text, value))}]"
-        if self.bare and isinstance(value, str):
-            (quote,) = self.quotes
-            return f"{quote}{_without(quote, value, ends=quote in value)}{quote}"
-        return json.dumps(value, ensure_ascii=False)
+        separators = (",", ":") if self.bare else (", ", ": ")
+        text = json.dumps(value, ensure_ascii=False, separators=separators)
+        return str(_STRING.sub(self._bare, text)) if self.bare else text
 
-    def _key(self, key: str) -> str:
-        return f"{key}:" if regex.fullmatch(KEY, key) else f"{self.text(key)}:"
+    def _bare(self, token: regex.Match[str]) -> str:
+        (quote,), text = self.quotes, json.loads(token["text"])
+        if quote in text:
+            _refuse("a text that contains its end", text)
+        if token["colon"] and regex.fullmatch(KEY, text):
+            return f"{text}:"
+        return f"{quote}{text}{quote}{token['colon']}"
+
+
+def alternatives(
+    schema: Any, root: Mapping[str, Any], depth: int = 9
+) -> Iterator[Mapping[str, Any]]:
+    """Yield schemas without $ref and anyOf that permit the same values together.
+
+    Each lists values (enum), or has one type, or combines schemas. root: the whole schema, which
+    has the definitions. depth: most references and schemas of anyOf that contain each other.
+    Raises InputError for a schema that permits no value.
+    """
+    part = {} if schema is True else schema
+    if depth and isinstance(part, dict) and part.keys() - ANNOTATIONS == {"$ref"}:
+        yield from alternatives(resolved(part, root), root, depth - 1)
+    elif not depth or not isinstance(part, dict):
+        raise InputError(f"tools: expected a schema that permits a value, got {shown(schema)}")
+    elif values := part.get("enum", [part["const"]] if "const" in part else ()):
+        yield {"enum": [value for value in values if type_of(value) in types_of(part)]}
+    elif part.keys() - ANNOTATIONS == {"anyOf"}:
+        for option in part["anyOf"]:
+            yield from alternatives(option, root, depth - 1)
+    elif part.keys() & COMBINING or isinstance(part.get("type"), str):
+        yield part
+    else:
+        yield from ({**part, "type": kind} for kind in part.get("type", TYPES))
 
 
 def types_of_argument(schema: Mapping[str, Any], name: str) -> set[str]:
     """Return the types of JSON that a schema of arguments permits for an argument."""
-    return _types(schema.get("properties", {}).get(name, True), schema)
-
-
-def _types(part: object, schema: Mapping[str, Any], depth: int = 9) -> set[str]:
-    """Return the types that a part of a schema permits. depth: most references to follow."""
-    part = resolved(part, schema)
-    if not isinstance(part, dict) or not depth:
-        return types_of({})
-    options = [*part.get("anyOf", ()), *part.get("oneOf", ()), *part.get("allOf", ())]
-    if options and "type" not in part:
-        return set().union(*(_types(each, schema, depth - 1) for each in options))
-    values = part.get("enum", [part["const"]] if "const" in part else None)
-    if values is not None:
-        return {type_of(value) for value in values}
-    return types_of(part)
+    found = set[str]()
+    try:  # only a schema to which an answer is held has been checked
+        for each in alternatives(schema.get("properties", {}).get(name, True), schema):
+            found |= set(map(type_of, each["enum"])) if "enum" in each else types_of(each)
+    except (InputError, AttributeError, TypeError):
+        return {*TYPES}
+    return found
 
 
 def type_of(value: object) -> str:
     """Return the type of a value of JSON; "number" stands for "integer", too."""
-    return TYPES.get(type(value), "number")
+    return TYPE_OF.get(type(value), "number")
 
 
 def _unescaped(escape: regex.Match[str]) -> str:
@@ -200,12 +212,5 @@ def _unescaped(escape: regex.Match[str]) -> str:
     return _CHARACTERS.get(code, f"\\{code}")
 
 
-def _without(end: str, text: str, ends: bool) -> str:
-    """Return a text. Raises InputError if a part of the text, `end`, ends it too early."""
-    if ends:
-        _refuse(f"a text without {shown(end)}, got {shown(text)}")
-    return text
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise InputError(f"messages: tool_calls: the form of this model can write {problem}")
+def _refuse(problem: str, text: str) -> NoReturn:
+    raise InputError(f"messages: tool_calls: this model cannot write {problem}, got {shown(text)}")
