@@ -208,8 +208,9 @@ THOUGHTS: list[tuple[str, Any, bool, str, str, str, int]] = [
 @pytest.mark.parametrize("row", THOUGHTS)
 def test_thinking_is_read_apart(row: tuple[str, Any, bool, str, str, str, int], size: int) -> None:
     form, thinking, opened, answer, content, thought, count = row
+    thinking = thinking and thinking._replace(opened=opened)
     for texts in ("around", *["none"] * bool(count), *["instead"] * (not content)):
-        parts = read(form, answer, size, texts != "around", texts, thinking, opened)
+        parts = read(form, answer, size, texts != "around", texts, thinking)
         thoughts = [part for part in parts if isinstance(part, Thought)]
         assert "".join(part.text for part in thoughts) == thought
         text, calls = joined([part for part in parts if part not in thoughts])
@@ -240,8 +241,10 @@ def test_grammars_with_thinking(form: str, are_special: bool) -> None:
     for place, (required, parallel, format) in enumerate(
         [(True, True, None), (False, True, None), (False, False, None), (False, True, A_NUMBER)]
     ):
-        options: list[Any] = [of, TOOLS, required, parallel, ids.get, format, thinking]
-        grammar, opened = lark(*options), lark(*options, True)
+        grammar, opened = (
+            lark(of, TOOLS, required, parallel, ids.get, format, each)
+            for each in (thinking, thinking.after(begin))
+        )
         for text, expected in table.items():
             assert accepted(grammar, text, special) == expected[place], (text, place)
             if text.startswith(begin):
@@ -264,7 +267,7 @@ def test_thinking_in_messages() -> None:
     prompt = ChatTemplate(TEMPLATES["qwen3-coder"], {})
     for enabled, opened in [(True, True), (False, False)]:
         assert QWEN is not None
-        assert QWEN.begins_after(prompt.render([USER], enable_thinking=enabled)) == opened
+        assert QWEN.after(prompt.render([USER], enable_thinking=enabled)).opened == opened
 
 
 # --- grammars -------------------------------------------------------------------------------------

@@ -295,9 +295,8 @@ class Server:
                 messages, arguments = use.offered(template, messages, arguments)
             text, places = template.placed(messages, **arguments)
             thinking = template.thinking if use or not body.rule()[1] else None
-        opened = thinking is not None and thinking.begins_after(text)
-        if use is not None:
-            use = replace(use, thinking=thinking, opened=opened)
+        thinking = thinking and thinking.after(text)
+        use = use and replace(use, thinking=thinking)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
@@ -306,7 +305,7 @@ class Server:
         sequences = self._sequences([ids], body, most, top, use, marks)
         form = ChatForm(*(named := (self.settings.name, self.encoding)))
         if marks:
-            form = ToolChatForm(*named, use, thinking, opened, body.include_reasoning is not False)
+            form = ToolChatForm(*named, use, thinking, body.include_reasoning is not False)
         starts = [AnswerChoice()] * len(sequences)
         return PreparedRequest(body, sequences, [ids], starts, form, logprobs)
 

@@ -37,8 +37,8 @@ class ToolUse:
 
     given: the tools that the prompt shows. allowed: the tools that may be called. required: whether
     the answer must be a call. parallel: whether it may have several calls. format: place of a JSON
-    schema in the request, and the schema, which a text follows if the answer has no call. thinking,
-    opened: as for CallReader.
+    schema in the request, and the schema, which a text follows if the answer has no call. thinking:
+    as for CallReader.
     """
 
     form: ToolForm
@@ -48,7 +48,6 @@ class ToolUse:
     parallel: bool
     format: tuple[str, Any] | None
     thinking: Thinking | None = None
-    opened: bool = False
 
     @classmethod
     def of(cls, request: ChatRequest, template: ChatTemplate) -> ToolUse | None:
@@ -112,7 +111,7 @@ class ToolUse:
         require(f"a grammar of tool calls ({self.held_by})", "tools", "llguidance")
         tools = [self._tool(tool) for tool in self.allowed]
         special, format = partial(_special_id, encoding), self.format and _checked(*self.format)
-        options = (special, format, self.thinking, self.opened)
+        options = (special, format, self.thinking)
         text = lark(self.form, tools, self.required, self.parallel, *options)
         schemas = [(self._place(tool), json.dumps(grammar.schema))
                    for tool, grammar in zip(self.allowed, tools, strict=True)]  # fmt: skip
@@ -155,7 +154,7 @@ def _special_id(encoding: Encoding, text: str) -> int | None:
 class ToolChatForm(ChatForm):
     """The format of /v1/chat/completions for answers that may have calls of tools, or thinking.
 
-    thinking, opened: as for CallReader. reasons: whether answers contain the thinking.
+    thinking: as for CallReader. reasons: whether answers contain the thinking.
     """
 
     def __init__(
@@ -163,17 +162,16 @@ class ToolChatForm(ChatForm):
         model: str,
         encoding: Encoding | None,
         use: ToolUse | None,
-        thinking: Thinking | None = None,
-        opened: bool = False,
-        reasons: bool = True,
+        thinking: Thinking | None,
+        reasons: bool,
     ) -> None:
         super().__init__(model, encoding)
         self._use, self._reasons = use, reasons
-        reader = partial(CallReader, None, {}, thinking=thinking, opened=opened)
+        reader = partial(CallReader, None, {}, thinking=thinking)
         if use is not None:
             schemas = {tool.name: tool.function.parameters or NO_PARAMETERS for tool in use.allowed}
-            calls = (use.form, schemas, bool(use.held_by), use.texts)
-            reader = partial(CallReader, *calls, thinking, opened)
+            held = bool(use.held_by)
+            reader = partial(CallReader, use.form, schemas, held, use.texts, thinking)
         self._readers = defaultdict[int, CallReader](reader)  # index of the choice → its reader
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:

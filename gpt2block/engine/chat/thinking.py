@@ -15,22 +15,25 @@ class Thinking(NamedTuple):
     """The texts around the thinking of a model. label: text after `begin`.
 
     field: field of messages from which some templates read thinking if they do not read
-    reasoning_content; "": there is none.
+    reasoning_content; "": there is none. opened: whether an answer begins with thinking, without
+    the text `begin`, because that text ends the prompt.
     """
 
     begin: str
     end: str
     label: str = "\n"
     field: str = ""
+    opened: bool = False
 
     @property
     def marks(self) -> tuple[str, str]:
         """The texts that are special tokens of some tokenizers."""
         return self.begin, self.end
 
-    def begins_after(self, prompt: str) -> bool:
-        """Return whether an answer to a prompt begins with thinking, without the text `begin`."""
-        return prompt.rstrip().endswith((self.begin + self.label).rstrip())
+    def after(self, prompt: str) -> Thinking:
+        """Return the texts for the answer to a prompt, with `opened`."""
+        begin = (self.begin + self.label).rstrip()
+        return self._replace(opened=prompt.rstrip().endswith(begin))
 
     def converted(self, messages: Any, names: TemplateNames) -> Any:
         """Return messages whose reasoning_content is where a template reads thinking.

@@ -26,7 +26,6 @@ def lark(
     special: Callable[[str], int | None] = lambda text: None,
     format: Mapping[str, object] | None = None,
     thinking: Thinking | None = None,
-    opened: bool = False,
 ) -> str:
     """Return a grammar of the answers of a model with this form.
 
@@ -36,7 +35,7 @@ def lark(
     of a special token by its name, None if the tokenizer has no such special token. A special token
     is matched by its id, because its text would be matched by the tokens of the text only. format:
     JSON schema of a text; an answer that need not be a call is then either such a text or calls.
-    thinking, opened: as for CallReader; thinking may be before calls, and before a text.
+    thinking: as for CallReader; it may be before calls, and before a text.
     """
 
     def literal(text: str) -> str:
@@ -68,7 +67,7 @@ def lark(
     rules["start"] = _start(form, required or either, parallel and form.many, before)
     if format is not None and either:
         rules["start"] = f"{before}%json {schema_text(format)} | {rules['start']}"
-    if opened:
+    if thinking and thinking.opened:
         rules["start"] = f"thought ({rules['start']})"
     return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gpt2block.engine.chat.tool_forms.members import KEY, Members, alternatives
@@ -25,6 +26,7 @@ def schema_text(schema: Mapping[str, object]) -> str:
     return translated(parsed({**schema, "x-guidance": JSON_FORM}))
 
 
+@dataclass
 class MemberRules:
     """The rules for the arguments of one function.
 
@@ -32,18 +34,12 @@ class MemberRules:
     the schema of the arguments, to whose definitions its parts refer. literal: as in `lark`.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        schema: Mapping[str, Any],
-        literal: Callable[[str], str],
-        rules: dict[str, str],
-        prefix: str,
-    ) -> None:
-        self._members, self._schema, self._literal = members, schema, literal
-        self._rules, self._prefix = rules, prefix
-        self._values: dict[str, str] = {}  # JSON of a schema → name of its rule
-        self._definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
+    _members: Members
+    _schema: Mapping[str, Any]
+    _literal: Callable[[str], str]
+    _rules: dict[str, str]
+    _prefix: str
+    _values: dict[str, str] = field(default_factory=dict)  # JSON of a schema → name of its rule
 
     def call(self, name: str) -> str:
         """Return an expression for a call. Raises InputError for a keyword that it cannot follow.
@@ -113,7 +109,8 @@ class MemberRules:
             return f'"{{" {self._object(schema)} "}}"'
         if members.bare and kind == "array":
             return self._array(schema)
-        return f"%json {schema_text({**self._definitions, **schema})} {self._text(members.end)}"
+        own = {name: self._schema[name] for name in DEFINITIONS if name in self._schema}
+        return f"%json {schema_text({**own, **schema})} {self._text(members.end)}"
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         """Return an expression for a string without escapes, up to the text after it."""

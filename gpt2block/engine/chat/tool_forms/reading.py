@@ -63,7 +63,7 @@ class CallReader:
     must have one of these names and a JSON object of arguments; otherwise the call is returned as
     text. White space next to a call is left out unless text follows it. texts: whether a held
     answer has text around its calls, text instead of calls, or none. thinking: the texts around
-    thinking; None: thinking is text. opened: whether the answer begins with thinking.
+    thinking; None: thinking is text.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
@@ -75,7 +75,6 @@ class CallReader:
         held: bool = False,
         texts: Texts = "around",
         thinking: Thinking | None = None,
-        opened: bool = False,
     ) -> None:
         form = form or ToolForm("", ())
         self._form, self._schemas, self._held, self._texts = form, schemas, held, texts
@@ -84,7 +83,7 @@ class CallReader:
         if form.members:
             self._head, self._next = form.members.head, form.members.next
         begins = "|".join(map(regex.escape, form.begins)) or "(?!)"
-        self._begin, self._thinking, self._opened = regex.compile(begins), thinking, opened
+        self._begin, self._thinking = regex.compile(begins), thinking
         if thinking:
             begin = regex.escape(thinking.begin + thinking.label.rstrip())
             self._think = regex.compile(rf"\s*{begin}")
@@ -111,9 +110,9 @@ class CallReader:
         return found
 
     def _all(self) -> Step[None]:
-        calls = True  # whether calls may follow
-        while self._opened or (self._thinking and (yield from self._matched(self._think))):
-            self._opened = False
+        calls, opened = True, self._thinking and self._thinking.opened  # calls: may follow
+        while opened or (self._thinking and (yield from self._matched(self._think))):
+            opened = False
             if not (yield from self._thought()):
                 return
         if self._form.bare:
