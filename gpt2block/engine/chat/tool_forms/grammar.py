@@ -63,9 +63,10 @@ def lark(
             rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
     either = format is not None and not required
     rules |= _thoughts(thinking, literal)
-    before = "thoughts " if thinking else ""
-    rules["start"] = _start(form, required or either, parallel and form.many, before)
+    several, thinks = parallel and form.many, thinking is not None
+    rules["start"] = _start(form, required or either, several, thinks)
     if format is not None and either:
+        before = "thoughts " if thinks else ""
         rules["start"] = f"{before}%json {schema_text(format)} | {rules['start']}"
     if thinking and thinking.opened:
         rules["start"] = f"thought ({rules['start']})"
@@ -73,35 +74,33 @@ def lark(
 
 
 def _thoughts(thinking: Thinking | None, literal: Callable[[str], str]) -> dict[str, str]:
-    """Return the rules for thinking, and for a text before it."""
+    """Return the rules for thinking: before required calls (thoughts), and before any text."""
     if thinking is None:
         return {}
     begin, end, label = literal(thinking.begin), literal(thinking.end), thinking.label.strip()
     label = f" {json.dumps(label)}" if label else ""
-
-    def up_to(name: str, mark: str) -> dict[str, str]:
-        return {name if mark.startswith("<") else f"{name}[lazy]": f"{ANY_TEXT} {mark}"}
-
+    begins, ends = ("" if mark.startswith("<") else "[lazy]" for mark in (begin, end))
     return {
-        **up_to("until_thought", begin),
-        **up_to("in_thought", end),
-        "thought": r"in_thought /[ \n]*/",
+        f"begin_thought{begins}": rf"/[ \n]*/ {begin}",
+        f"end_thought{ends}": f"{ANY_TEXT} {end}",
+        "thought": r"end_thought /[ \n]*/",
         "thoughts": f"({begin}{label} thought)*",
-        "text_thought": f"until_thought{label} in_thought",
+        "first_thoughts": f"(begin_thought{label} end_thought)*",
     }
 
 
-def _start(form: ToolForm, required: bool, several: bool, thoughts: str) -> str:
-    """Return the rule for an answer. thoughts: expression for thinking, if there may be any."""
+def _start(form: ToolForm, required: bool, several: bool, thinks: bool) -> str:
+    """Return the rule for an answer. thinks: whether there may be thinking."""
     repeats = several and not form.listed
+    thoughts, before = ("thoughts ", "first_thoughts ") if thinks else ("", "")
     if required:
         first = f"{thoughts}body" if form.bare else f"{thoughts}begin body"
         line = json.dumps(form.line) + " " if form.line else ""
         return f"{first} ({line}{first})*" if repeats else first
     if several:
-        return f"(head body{' | text_thought' if thoughts else ''})* text"
+        return f"({before}head body)* {before}text"
     answer = "text | head body" + (" | body" if form.bare else "")
-    return f"text_thought* ({answer})" if thoughts else answer
+    return f"{before}({answer})" if thinks else answer
 
 
 def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:

@@ -88,8 +88,6 @@ class CallReader:
             begin = regex.escape(thinking.begin + thinking.label.rstrip())
             self._think = regex.compile(rf"\s*{begin}")
             self._think_end = regex.compile(rf"\s*{regex.escape(thinking.end)}")
-            begins += f"|(?P<think>{begin})"
-        self._mark = regex.compile(begins)
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
         self._text, self._final = "", False  # text not returned yet; whether no text follows it
         self._at = 0  # number of characters of _text that the current step has read
@@ -110,11 +108,9 @@ class CallReader:
         return found
 
     def _all(self) -> Step[None]:
-        calls, opened = True, self._thinking and self._thinking.opened  # calls: may follow
-        while opened or (self._thinking and (yield from self._matched(self._think))):
-            opened = False
-            if not (yield from self._thought()):
-                return
+        calls = True  # whether calls may follow
+        if not (yield from self._thoughts(self._thinking is not None and self._thinking.opened)):
+            return
         if self._form.bare:
             while not self._text.strip() and not self._final:
                 yield
@@ -123,16 +119,14 @@ class CallReader:
             calls = (yield from self._matched(self._begin, drops=True)) is not None
             self._texts = "none" if calls else "around"
         while True:
-            begin: Any = self._mark.search(self._text, partial=True) if calls else None
+            begin: Any = self._begin.search(self._text, partial=True) if calls else None
             if begin is not None and not begin.partial:
                 self._say(begin.start())
-                if begin.lastgroup is None:
-                    yield from self._calls(len(begin[0]))
-                    continue
-                self._at = len(begin[0])
-                if (yield from self._thought()):
-                    continue
-                return
+                count = self.count
+                yield from self._calls(len(begin[0]))
+                if self.count > count and not (yield from self._thoughts(False)):
+                    return
+                continue
             whole = begin is None or self._final
             self._say(len(self._text) if whole else begin.start())
             if self._final:
@@ -142,6 +136,14 @@ class CallReader:
             self._cut("")
         if self._space and not self._after_call:
             self._found.append(self._space)
+
+    def _thoughts(self, opened: bool) -> Step[bool]:
+        """Read thinking if it comes next; return False if the answer ends within it."""
+        while opened or (self._thinking and (yield from self._matched(self._think))):
+            opened = False
+            if not (yield from self._thought()):
+                return False
+        return True
 
     def _thought(self) -> Step[bool]:
         """Return thinking from `_at` as it arrives, and whether its end has been read."""
