@@ -21,7 +21,7 @@ from gpt2block.engine.grammars.schema import ANNOTATIONS, COMBINING, resolved
 from gpt2block.errors import InputError, shown
 
 NAME = r"[\w.-]+"  # name of a function
-KEY = r"[^\s=:,<>(){}\[\]\"']+"  # name of an argument
+KEY = r"[^\s=:,<>(){}\[\]\"'\\\x00-\x1f]+"  # name of an argument
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 TYPE_OF = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 _STRING = regex.compile(r'(?P<text>"(?:[^"\\]|\\.)*")(?P<colon>:?)')
@@ -86,10 +86,11 @@ class Members:
         end, key, close = map(regex.escape, (self.end, self.key[0], self.close))
         return regex.compile(f"{end}(?={key}|{close})")
 
-    def inside(self, quote: str) -> regex.Pattern[str]:
-        """Return a pattern for the end of a string, and for escapes in the string."""
+    @cached_property
+    def inside(self) -> Mapping[str, regex.Pattern[str]]:
+        """For each quote, a pattern of the end of a string, and of escapes in the string."""
         escape = "" if self.bare else r"\\.|"
-        return regex.compile(f"(?s){escape}{regex.escape(quote)}")
+        return {each: regex.compile(f"(?s){escape}{regex.escape(each)}") for each in self.quotes}
 
     @cached_property
     def _token(self) -> regex.Pattern[str]:
@@ -118,7 +119,7 @@ class Members:
     def _json_of_token(self, token: regex.Match[str]) -> str:
         if token["quote"] is None:
             text = token[0]
-            return CONSTANTS.get(text, text) if token["key"] is None else json.dumps(text)
+            return CONSTANTS.get(text, text) if token["key"] is None else f'"{text}"'
         text = token["text"] if self.bare else _ESCAPE.sub(_unescaped, token["text"])
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return json.dumps(whole, ensure_ascii=False)

@@ -24,6 +24,7 @@ _NAMED_HEAD = regex.compile(
 _CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _LIST_END = regex.compile(r"\s*\]")
+_JSON = Members(("", ""), ("", ""), "", quotes=('"',))  # its strings and brackets
 _SPACE = regex.compile(r"\s*(?=\S)")
 
 Texts = Literal["around", "instead", "none"]
@@ -196,14 +197,14 @@ class CallReader:
 
         name: name of the function, None if it may follow the arguments.
         """
-        index, begin, depth = self.count, self._at, _Depth()
+        index, begin, extent = self.count, self._at, _Extent(_JSON, whole=True)
         if self._held:
             self._add(CallPart(index, name, ""))
-        while not depth.closed:
-            first, self._at = self._at, depth.end(self._text, self._at)
+        while not extent.closed:
+            first, self._at = self._at, extent.end(self._text, self._at)
             if self._held and self._at > first:
                 self._add(CallPart(index, None, self._text[first : self._at]))
-            if not depth.closed:
+            if not extent.closed:
                 if self._final:
                     self.cut = self._held
                     return self._held
@@ -237,7 +238,7 @@ class CallReader:
             elif match is not None and (yield from self._value(members)):
                 types = types_of_argument(self._schemas[name], match["key"])
                 value = members.json(self._text[begin : self._at], types)
-                parts.append(f"{', ' if parts else '{'}{json.dumps(match['key'])}: {value}")
+                parts.append(f'{", " if parts else "{"}"{match["key"]}": {value}')
             else:
                 self.cut = self._held
                 self._at = len(self._text) if self._held else self._at
@@ -252,28 +253,14 @@ class CallReader:
 
     def _value(self, members: Members) -> Step[bool]:
         """Move `_at` to the end of a value; return False if the answer ends before it."""
-        pattern, quote, depth, at = members.marks, "", 0, self._at
-        while True:
-            mark = pattern.search(self._text, at, partial=True)
-            if mark is None or mark.partial:
+        extent = _Extent(members)
+        while not extent.closed:
+            self._at = extent.end(self._text, self._at)
+            if not extent.closed:
                 if self._final:
                     return False
-                at = len(self._text) if mark is None else mark.start()
                 yield
-                continue
-            at = mark.end()
-            if quote:
-                if mark[0] == quote:
-                    pattern, quote = members.marks, ""
-            elif mark.lastgroup == "quote":
-                pattern, quote = members.inside(mark[0]), mark[0]
-            elif mark.lastgroup == "open":
-                depth += 1
-            elif not depth:
-                self._at = mark.start()
-                return True
-            elif mark.lastgroup == "close":
-                depth -= 1
+        return True
 
     def _matched(self, pattern: regex.Pattern[str], drops: bool = False) -> Step[Any]:
         """Return the match of a pattern at `_at`, which moves to its end, or None.
@@ -321,31 +308,36 @@ class CallReader:
         self._text, self._at = self._text[self._at :], 0
 
 
-class _Depth:
-    """The depth of brackets in a JSON text, which is read in pieces. closed: whether it is 0."""
+class _Extent:
+    """The extent of a value, or with `whole` of an object, in a text that is read in pieces.
 
-    def __init__(self) -> None:
-        self.closed = False
-        self._depth, self._quoted, self._escaped = 0, False, False
+    closed: whether the end has been read.
+    """
 
-    def end(self, text: str, begin: int) -> int:
-        """Read characters from `begin`; return the end of the JSON value, or of the text."""
-        for at in range(begin, len(text)):
-            character = text[at]
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = character == "\\", character != '"'
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
+    def __init__(self, members: Members, whole: bool = False) -> None:
+        self.closed, self._members, self._whole = False, members, whole
+        self._depth, self._quote = 0, ""
+
+    def end(self, text: str, at: int) -> int:
+        """Read characters from `at`; return the end of the value, or of what has been read."""
+        while not self.closed:
+            pattern = self._members.inside.get(self._quote, self._members.marks)
+            mark: Any = pattern.search(text, at, partial=True)
+            if mark is None or mark.partial:
+                return len(text) if mark is None else int(mark.start())
+            at, kind = mark.end(), mark.lastgroup
+            if self._quote:
+                self._quote = "" if mark[0] == self._quote else self._quote
+            elif kind == "quote":
+                self._quote = mark[0]
+            elif kind == "open":
                 self._depth += 1
-            elif character in "}]":
+            elif not self._depth:
+                self.closed, at = True, mark.start()
+            elif kind == "close":
                 self._depth -= 1
-                if not self._depth:
-                    self.closed = True
-                    return at + 1
-        return len(text)
+                self.closed = self._whole and not self._depth
+        return at
 
 
 def _is_json(text: str) -> bool:
