@@ -18,22 +18,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from gpt2block.engine.chat.tool_forms.base import ToolForm
-from gpt2block.engine.chat.tool_forms.members import Members
+from gpt2block.engine.chat.tool_forms.members import CONSTANTS, Members
 
+# Names of forms, as on the command line
 FormName = Literal[
-    "hermes",
-    "smollm3",
-    "llama3",
-    "mistral",
-    "mistral-args",
-    "granite",
-    "phi4-mini",
-    "lfm2",
-    "olmo3",
-    "qwen3-coder",
-    "gemma4",
-    "general",
-]  # names of forms, as on the command line
+    "hermes", "smollm3", "llama3", "mistral", "mistral-args", "granite", "phi4-mini", "lfm2",
+    "olmo3", "qwen3-coder", "gemma4", "general",
+]  # fmt: skip
 
 # Texts in templates of models that write something else than JSON between the tags of Hermes
 OTHER_TAGS = ("<function=", "<arg_key>", "xml_tools")
@@ -60,9 +51,9 @@ _ALL = (
              shown=(("<|tool|>",), ("functools[",))),
     # Templates of LFM2 write a value of Python, templates of OLMo 3 a value of JSON.
     ToolForm("lfm2", ("<|tool_call_start|>",), "<|tool_call_end|>", listed=LIST,
-             members=Members(**PYTHON, constants={"true": "True", "false": "False",
-                                                  "null": "None"}),
-             shown=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: ",))),
+             members=Members(**PYTHON, constants={v: k for k, v in CONSTANTS.items()}),
+             shown=(("<|tool_call_start|>",), ("<|tool_list_start|>",),
+                    ("List of tools: [", "<|im_start|>"))),
     ToolForm("olmo3", ("<function_calls>",), "</function_calls>", listed=("", "\n", ""),
              members=Members(**PYTHON), shown=(("<function_calls>",),)),
     ToolForm("qwen3-coder", **TAGS,

@@ -22,6 +22,7 @@ from gpt2block.errors import InputError, shown
 
 NAME = r"[\w.-]+"  # name of a function
 KEY = r"[^\s=:,<>(){}\[\]\"'\\\x00-\x1f]+"  # name of an argument
+# Constants of Python, and their texts in JSON
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 TYPE_OF = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 _STRING = regex.compile(r'(?P<text>"(?:[^"\\]|\\.)*")(?P<colon>:?)')
@@ -104,7 +105,8 @@ class Members:
     def json(self, text: str, types: Collection[str]) -> str:
         """Return the JSON text of a value. text: the value as the model wrote it.
 
-        types: types of JSON that the value may have. The result is no JSON if the text is no value.
+        types: types of JSON that the value may have. If `text` is not a value of this form, the
+        result is not JSON.
         """
         if self.quotes:
             return str(self._token.sub(self._json_of_token, text.strip()))
@@ -130,10 +132,12 @@ class Members:
         Raises InputError for arguments that are no object, and for a text that cannot be written.
         """
         try:
-            values = dict(json.loads(arguments))
-        except (ValueError, TypeError, RecursionError):
+            values = json.loads(arguments)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
             problem = f"expected the JSON text of an object, got {shown(arguments)}"
-            raise InputError(f"messages: tool_calls: {problem}") from None
+            raise InputError(f"messages: tool_calls: {problem}")
         pairs = [f"{key.join(self.key)}{self.value(value)}" for key, value in values.items()]
         call = f"{name.join(self.name)}{self.between.join(pairs)}{self.close}"
         if not all(regex.fullmatch(KEY, key) for key in values):
@@ -167,11 +171,11 @@ class Members:
 def alternatives(
     schema: Any, root: Mapping[str, Any], depth: int = 9
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield schemas without $ref and anyOf that permit the same values together.
+    """Yield schemas that together permit the same values as `schema`, without $ref and anyOf.
 
-    Each lists values (enum), or has one type, or combines schemas. root: the whole schema, which
-    has the definitions. depth: most references and schemas of anyOf that contain each other.
-    Raises InputError for a schema that permits no value.
+    Each schema lists values (enum), has one type, or combines schemas. root: the whole schema,
+    which has the definitions. depth: maximum depth of references and of anyOf in each other. Raises
+    InputError for a schema that permits no value.
     """
     part = {} if schema is True else schema
     if depth and isinstance(part, dict) and part.keys() - ANNOTATIONS == {"$ref"}:

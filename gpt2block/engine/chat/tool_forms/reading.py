@@ -24,7 +24,7 @@ _NAMED_HEAD = regex.compile(
 _CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _LIST_END = regex.compile(r"\s*\]")
-_JSON = Members(("", ""), ("", ""), "", quotes=('"',))  # its strings and brackets
+_JSON = Members(("", ""), ("", ""), "", quotes=('"',))  # strings and brackets of JSON
 _SPACE = regex.compile(r"\s*(?=\S)")
 
 Texts = Literal["around", "instead", "none"]
