@@ -95,6 +95,8 @@ EXAMPLES: dict[str, list[Example]] = {
          [("f", '{"a": 1, "b": "x, )", "c": [true, {"k": null}]}'), ("g", "{}")]),
         (r"""<|tool_call_start|>[f(a='it\'s "\x41"', b="\u00e9\n\\d")]""", "",
          [("f", '{"a": "it\'s \\"A\\"", "b": "é\\n\\\\d"}')]),
+        ("<|tool_call_start|>[f(a='it's', b=['a', \"b\"c\"])]", "",
+         [("f", '{"a": "it\'s", "b": ["a", "b\\"c"]}')]),
         ("<|tool_call_start|>[f(1)]<|tool_call_end|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>",
          []),
         ("<|tool_call_start|>[f(a=b)]", "<|tool_call_start|>[f(a=b)]", []),

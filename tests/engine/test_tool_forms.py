@@ -68,6 +68,8 @@ def test_arguments_of_a_held_answer_arrive_in_pieces(form: str) -> None:
     cut = read(form, text[: text.index("[1") + 1], 4, True)
     whole = '{"a": "}"' if FORMS[form].members else '{"a": "}", "b": ['
     assert joined(cut) == ("", [("f", whole)])
+    escape = FORMS[form].written("", [call("f", r'{"a": "\n"}')])
+    assert joined(read(form, escape[: escape.find("\\") + 1], 4, True))[0] == ""
 
 
 @pytest.mark.parametrize("form", FORMS)

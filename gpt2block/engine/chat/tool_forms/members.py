@@ -89,17 +89,23 @@ class Members:
 
     @cached_property
     def inside(self) -> Mapping[str, regex.Pattern[str]]:
-        """For each quote, a pattern of the end of a string, and of escapes in the string."""
+        """For each quote, a pattern of the end of a string, and of escapes in the string.
+
+        The template of LFM2.5 escapes no quotes in strings. Therefore a quote ends a string only
+        before a text that can follow a string.
+        """
         escape = "" if self.bare else r"\\.|"
-        return {each: regex.compile(f"(?s){escape}{regex.escape(each)}") for each in self.quotes}
+        after = r"(?=\s*[,:)\]}])" if "'" in self.quotes else ""
+        return {q: regex.compile(f"(?s){escape}{regex.escape(q)}{after}") for q in self.quotes}
 
     @cached_property
     def _token(self) -> regex.Pattern[str]:
         quotes = "|".join(map(regex.escape, self.quotes))
-        character = "." if self.bare else r"\\.|[^\\]"
+        character, after = (".", "") if self.bare else (r"\\.|[^\\]", r"(?=\s*(?:[,:)\]}]|$))")
         key = rf"(?P<key>{KEY})(?=\s*:)|" if self.bare else "(?P<key>(?!))|"
         return regex.compile(
-            rf"(?s)(?P<quote>{quotes})(?P<text>(?:{character})*?)(?P=quote)|{key}[^\s,:{{}}\[\]]+"
+            rf"(?s)(?P<quote>{quotes})(?P<text>(?:{character})*?)(?P=quote){after}"
+            rf"|{key}[^\s,:{{}}\[\]]+"
         )
 
     def json(self, text: str, types: Collection[str]) -> str:

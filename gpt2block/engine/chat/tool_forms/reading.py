@@ -202,6 +202,8 @@ class CallReader:
             self._add(CallPart(index, name, ""))
         while not extent.closed:
             first, self._at = self._at, extent.end(self._text, self._at)
+            if self._final and not extent.closed:
+                self._at = len(self._text)
             if self._held and self._at > first:
                 self._add(CallPart(index, None, self._text[first : self._at]))
             if not extent.closed:
