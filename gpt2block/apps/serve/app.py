@@ -303,9 +303,8 @@ class Server:
         most = body.max_completion_tokens or body.max_tokens or self.model.config.n_ctx
         marks = {*(use.form.marks if use else ()), *(thinking.marks if thinking else ())}
         sequences = self._sequences([ids], body, most, top, use, marks)
-        form = ChatForm(*(named := (self.settings.name, self.encoding)))
-        if marks:
-            form = ToolChatForm(*named, use, thinking, body.include_reasoning is not False)
+        named, reasons = (self.settings.name, self.encoding), body.include_reasoning is not False
+        form = ToolChatForm(*named, use, thinking, reasons) if marks else ChatForm(*named)
         starts = [AnswerChoice()] * len(sequences)
         return PreparedRequest(body, sequences, [ids], starts, form, logprobs)
 
