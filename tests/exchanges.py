@@ -174,7 +174,7 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
         elif isinstance(value, dict):
             whole[name] = whole.get(name) or {}
             _add(whole[name], value)
-        elif name in ("text", "content", "arguments") or isinstance(value, list):
+        elif name.endswith(("text", "content", "arguments")) or isinstance(value, list):
             whole[name] = (whole.get(name) or type(value)()) + value
         elif value is not None or name not in whole:
             whole[name] = value

@@ -7,7 +7,12 @@ from typing import Any
 from gpt2block.engine.chat.tool_forms.reading import CallPart
 
 Example = tuple[str, str, list[tuple[str, str]]]  # an answer, its content, (name, arguments) pairs
-NAMES = frozenset({"f", "g"})
+TEXT = {"type": "string"}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "f": {"properties": {"s": TEXT, "t": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}},
+          "$defs": {"T": TEXT}},
+    "g": {},
+}  # fmt: skip
 EXAMPLES: dict[str, list[Example]] = {
     "hermes": [
         ("Hello", "Hello", []),
@@ -83,6 +88,46 @@ EXAMPLES: dict[str, list[Example]] = {
         ("import functools", "import functools", []),
         ("functools.cache(f)", "functools.cache(f)", []),
     ],
+    "lfm2": [
+        ("Hello [f(a=1)]", "Hello [f(a=1)]", []),
+        ("I look.<|tool_call_start|>[f(a=1, b='x, )', c=[True, {'k': None}]), g()]"
+         "<|tool_call_end|>Wait", "I look.Wait",
+         [("f", '{"a": 1, "b": "x, )", "c": [true, {"k": null}]}'), ("g", "{}")]),
+        (r"""<|tool_call_start|>[f(a='it\'s "\x41"', b="\u00e9\n\\d")]""", "",
+         [("f", '{"a": "it\'s \\"A\\"", "b": "é\\n\\\\d"}')]),
+        ("<|tool_call_start|>[f(a='it's', b=['a', \"b\"c\"])]", "",
+         [("f", '{"a": "it\'s", "b": ["a", "b\\"c"]}')]),
+        ("<|tool_call_start|>[f(1)]<|tool_call_end|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>",
+         []),
+        ("<|tool_call_start|>[f(a=b)]", "<|tool_call_start|>[f(a=b)]", []),
+        ("<|tool_call_start|>[h(a=1)]", "<|tool_call_start|>[h(a=1)]", []),
+    ],
+    "olmo3": [
+        ('<function_calls>f(a={"k": [null, true]}, b="(")\ng()</function_calls>', "",
+         [("f", '{"a": {"k": [null, true]}, "b": "("}'), ("g", "{}")]),
+        ("Yes.\n<function_calls>\nf(a='x')\n</function_calls>\nNo", "Yes.\nNo",
+         [("f", '{"a": "x"}')]),
+        ("<function_calls>none</function_calls>", "<function_calls>none</function_calls>", []),
+    ],
+    "qwen3-coder": [
+        ("I look.\n\n<tool_call>\n<function=f>\n<parameter=s>\n1\n</parameter>\n<parameter=b>\n"
+         '{"k": 1}\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>'
+         "\n</tool_call>", "I look.", [("f", '{"s": "1", "b": {"k": 1}}'), ("g", "{}")]),
+        ("<tool_call>\n<function=f>\n<parameter=t>\n2\n</parameter>\n<parameter=u>\n"
+         "True\n</parameter>\n<parameter=s>\n a\n\n</parameter>\n\n</parameter>\n</function>", "",
+         [("f", '{"t": "2", "u": true, "s": " a\\n\\n</parameter>\\n"}')]),
+        ("<tool_call>\n<function=f>\n<parameter=t>\nnull\n</parameter>\n</function>\n</tool_call>",
+         "", [("f", '{"t": null}')]),
+        ("<tool_call>\n<function=f>\n<parameter=s>\n1\n</function>",
+         "<tool_call>\n<function=f>\n<parameter=s>\n1\n</function>", []),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:f{a:<|"|>x, "}<|"|>,b:[1,{k:true}],c:None}<tool_call|>'
+         "<|tool_call>call:g{}<tool_call|>", "",
+         [("f", '{"a": "x, \\"}", "b": [1,{"k":true}], "c": null}'), ("g", "{}")]),
+        ('<|tool_call>call:f{a:x}<tool_call|>', "<|tool_call>call:f{a:x}<tool_call|>", []),
+        ("call:f{a:1}", "call:f{a:1}", []),
+    ],
 }  # fmt: skip
 EXAMPLES["general"] = EXAMPLES["hermes"]
 
@@ -123,7 +168,57 @@ TEMPLATES = {
     "phi4-mini": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% if m.role == 'system' and 'tools' in m %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}<|end|>"
     "{% endfor %}",
+    "lfm2": "{% macro v(x) %}{{ \"'\" + x + \"'\" if x is string "
+    "else x | tojson if x is mapping else x }}{% endmacro %}"
+    "{% if tools %}List of tools: {{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}{{ c.function.name }}("
+    "{% for k, x in c.function.arguments.items() %}{{ k }}={{ v(x) }}{{ ', ' if not loop.last }}"
+    "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "olmo3": "{% if tools %}<functions>{{ tools | tojson }}</functions>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'environment' if m.role == 'tool' else m.role }}\n"
+    "{{ m.content }}{% if m.tool_calls %}<function_calls>{% for c in m.tool_calls %}"
+    "{{ c.function.name }}({% for k, x in c.function.arguments.items() %}{{ k }}={{ x | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}){{ '\n' if not loop.last }}{% endfor %}"
+    "</function_calls>{% endif %}<|im_end|>\n{% endfor %}",
+    "qwen3-coder": "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}{{ '\n\n' if loop.first and m.content }}"
+    "{{ '\n' if not loop.first }}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, x in c.function.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ x if x is string else x | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{{ '<think>\n\n</think>\n\n' if enable_thinking is false else '<think>\n' }}{% endif %}",
+    "gemma4": "{% macro v(x) %}{% if x is string %}<|\"|>{{ x }}<|\"|>{% elif x is boolean %}"
+    "{{ 'true' if x else 'false' }}{% elif x is mapping %}{{ '{' }}{% for k, y in x | dictsort %}"
+    "{{ k }}:{{ v(y) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif x is sequence %}["
+    "{% for y in x %}{{ v(y) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ x }}{% endif %}"
+    "{% endmacro %}{% if enable_thinking %}<|think|>\n{% endif %}{{ tools | tojson if tools }}"
+    "{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}\n<channel|>"
+    "{% endif %}"
+    "{% for c in m.tool_calls %}<|tool_call>call:{{ c.function.name }}{{ v(c.function.arguments) }}"
+    "<tool_call|>{% endfor %}{{ m.content }}<turn|>\n{% endfor %}"
+    "{{ '<|turn>model\n' if add_generation_prompt }}",
     "general": "{% for m in messages %}" + _TURN + "{% endfor %}",
+}  # fmt: skip
+
+# Templates of further models: (form, template).
+OTHERS = {
+    "granite-4": ("hermes", "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<|start_of_role|>{{ 'user' if m.role == 'tool' else m.role }}"
+    "<|end_of_role|>{{ m.content }}{% for c in m.tool_calls %}{{ '\n' if not loop.first }}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end_of_text|>\n{% endfor %}"),
+    "ministral-3": ("mistral-args", "{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools }}"
+    "[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}"
+    "[/TOOL_RESULTS]{% else %}{{ m.content }}{% for c in m.tool_calls %}[TOOL_CALLS]"
+    "{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% endif %}"
+    "{% endfor %}"),
 }  # fmt: skip
 
 

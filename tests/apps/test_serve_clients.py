@@ -51,7 +51,7 @@ def model() -> Any:
 class Held:
     """A chat template that waits for `go` before it renders."""
 
-    names = SimpleNamespace(fields=(), variables=())
+    names, thinking = SimpleNamespace(fields=(), variables=()), None
 
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), []  # type: threading.Event, list[Any]

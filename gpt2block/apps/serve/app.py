@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -272,8 +272,8 @@ class Server:
         if new == 0 and body.stream:
             raise invalid("stream: expected max_tokens of at least 1")
         prompts = [self.ids_of(*each) for each in named("prompt", body.prompt)]
-        most, unwritten = 16 if new is None else new, self._unwritten(body, None)
-        sequences = self._sequences(prompts, body, most, top, None) if most else []
+        most, unwritten = 16 if new is None else new, self._unwritten(body)
+        sequences = self._sequences(prompts, body, most, top) if most else []
         echoes = [AnswerChoice() for _ in prompts]
         if body.echo:
             for echo, ids, prompt in zip(echoes, prompts, body.prompt, strict=True):
@@ -294,13 +294,17 @@ class Server:
             if use is not None:
                 messages, arguments = use.offered(template, messages, arguments)
             text, places = template.placed(messages, **arguments)
+            thinking = template.thinking if use or not body.rule()[1] else None
+        thinking = thinking and thinking.after(text)
+        use = use and replace(use, thinking=thinking)
         found = tokenizer.encode_chat(self.encoding, text, places)
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
         most = body.max_completion_tokens or body.max_tokens or self.model.config.n_ctx
-        sequences = self._sequences([ids], body, most, top, use)
-        named = (self.settings.name, self.encoding)
-        form = ChatForm(*named) if use is None else ToolChatForm(*named, use)
+        marks = {*(use.form.marks if use else ()), *(thinking.marks if thinking else ())}
+        sequences = self._sequences([ids], body, most, top, use, marks)
+        named, reasons = (self.settings.name, self.encoding), body.include_reasoning is not False
+        form = ToolChatForm(*named, use, thinking, reasons) if marks else ChatForm(*named)
         starts = [AnswerChoice()] * len(sequences)
         return PreparedRequest(body, sequences, [ids], starts, form, logprobs)
 
@@ -362,18 +366,23 @@ class Server:
     def _check_length(self, count: int, field: str, least: str = "") -> None:
         check_length(count, self.model.config.n_ctx, field, least)
 
-    def _unwritten(self, body: SampledRequest, use: ToolUse | None) -> frozenset[int]:
-        """Return ids of tokens that the texts leave out. The marks of calls stay, to be read."""
+    def _unwritten(self, body: SampledRequest, marks: Set[str] = frozenset()) -> frozenset[int]:
+        """Return ids of tokens that the texts leave out. marks: special tokens that stay."""
         names = self.encoding.special_tokens_set if body.skip_special_tokens else set[str]()
-        kept = () if use is None else use.form.marks
-        return frozenset(special_id(self.encoding, name) for name in names.difference(kept))
+        return frozenset(special_id(self.encoding, name) for name in names - marks)
 
     def _sequences(
-        self, prompts: list[Ids], body: SampledRequest, most: int, top: int, use: ToolUse | None
+        self,
+        prompts: list[Ids],
+        body: SampledRequest,
+        most: int,
+        top: int,
+        use: ToolUse | None = None,
+        marks: Set[str] = frozenset(),
     ) -> list[TokenSequence]:
         """Return a request's sequences.
 
-        top: alternatives to report per token.
+        top: alternatives to report per token. marks: as for `_unwritten`.
         """
         count, max_sequences = len(prompts) * (body.n or 1), self.model.slots + self.settings.queue
         if count > max_sequences:
@@ -390,7 +399,7 @@ class Server:
         options = body.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
         model: Any = self.model  # Run needs only its config, as it does not generate the sequences
         sequences = list(Run(model, self.encoding, prompts, options, compiles=False).sequences)
-        unwritten = self._unwritten(body, use)
+        unwritten = self._unwritten(body, marks)
         for sequence in sequences:  # tokens of a whole answer without stop strings arrive together
             sequence.held = not body.stream and not sequence.ends.stop
             sequence.unwritten, sequence.exact = unwritten, bool(body.receipt)

@@ -520,6 +520,7 @@ def _of_tools(choice: ToolChoice, info: ValidationInfo) -> ToolChoice:
 class ChatRequest(SampledRequest, TemplateFields):
     """The body of a request to /v1/chat/completions."""
 
+    include_reasoning: bool | None = True
     messages: Messages = Field(min_length=1)
     tools: Annotated[
         list[ToolFields] | None,

@@ -95,6 +95,8 @@ class ResponseSent(Sent):
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             self._logprobs += (choice.get("logprobs") or {}).get("content") or []
+            if thought := choice["delta"].get("reasoning_content"):
+                events += self._thought(thought)
             if text := choice["delta"].get("content"):
                 events += self._text(text)
             for call in choice["delta"].get("tool_calls") or ():
@@ -118,6 +120,16 @@ class ResponseSent(Sent):
             events.append(self._of_item("output_text.delta", content_index=0, **told))
         self._logprobs = []
         return events
+
+    def _thought(self, text: str) -> list[JsonObject]:
+        """Return the events of more thinking."""
+        events = list[JsonObject]()
+        if not self._output or self._output[-1]["type"] != "reasoning":
+            item: JsonObject = {"id": _id("rs"), "type": "reasoning", "summary": []}
+            events += self._open({**item, "content": []})
+            self._output[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+        self._output[-1]["content"][0]["text"] += text
+        return [*events, self._of_item("reasoning_text.delta", content_index=0, delta=text)]
 
     def _call(self, call: JsonObject) -> list[JsonObject]:
         """Return the events of a part of a tool call, which begins or continues a function call."""
@@ -168,6 +180,9 @@ class ResponseSent(Sent):
             done = "function_call_arguments.done"
             return [self._of_item(done, arguments=item["arguments"]), *events]
         (part,) = item["content"]
+        if item["type"] == "reasoning":
+            told = {"content_index": 0, "text": part["text"]}
+            return [self._of_item("reasoning_text.done", **told), *events]
         told = {"text": part["text"], "logprobs": _without_bytes(part["logprobs"])}
         return [
             self._of_item("output_text.done", content_index=0, **told),

@@ -16,15 +16,18 @@ from gpt2block.apps.serve.answers import AnswerChoice, ChatForm
 from gpt2block.apps.serve.protocol import ChatRequest, JsonObject, NamedChoice, ToolFields, invalid
 from gpt2block.engine.chat.messages import checked
 from gpt2block.engine.chat.template import ChatTemplate
+from gpt2block.engine.chat.thinking import Thinking
 from gpt2block.engine.chat.tool_forms import FORMS
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.engine.chat.tool_forms.grammar import closed, lark
-from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader, Texts
+from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader, Texts, Thought
 from gpt2block.engine.grammars.grammar import Grammar
 from gpt2block.errors import InputError, require
 from gpt2block.files.tokenizers.encoding import Encoding, special_id
 
 UNKNOWN_FORM = "tools: the chat template does not show the form in which this model writes calls"
+# The field of a message in which each part of an answer is sent
+KINDS: dict[type, str] = {str: "content", Thought: "reasoning_content", CallPart: "tool_calls"}
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
@@ -34,7 +37,8 @@ class ToolUse:
 
     given: the tools that the prompt shows. allowed: the tools that may be called. required: whether
     the answer must be a call. parallel: whether it may have several calls. format: place of a JSON
-    schema in the request, and the schema, which a text follows if the answer has no call.
+    schema in the request, and the schema, which a text follows if the answer has no call. thinking:
+    as for CallReader.
     """
 
     form: ToolForm
@@ -43,6 +47,7 @@ class ToolUse:
     required: bool
     parallel: bool
     format: tuple[str, Any] | None
+    thinking: Thinking | None = None
 
     @classmethod
     def of(cls, request: ChatRequest, template: ChatTemplate) -> ToolUse | None:
@@ -106,7 +111,8 @@ class ToolUse:
         require(f"a grammar of tool calls ({self.held_by})", "tools", "llguidance")
         tools = [self._tool(tool) for tool in self.allowed]
         special, format = partial(_special_id, encoding), self.format and _checked(*self.format)
-        text = lark(self.form, tools, self.required, self.parallel, special, format)
+        options = (special, format, self.thinking)
+        text = lark(self.form, tools, self.required, self.parallel, *options)
         schemas = [(self._place(tool), json.dumps(grammar.schema))
                    for tool, grammar in zip(self.allowed, tools, strict=True)]  # fmt: skip
         if self.format:
@@ -146,21 +152,39 @@ def _special_id(encoding: Encoding, text: str) -> int | None:
 
 
 class ToolChatForm(ChatForm):
-    """The format of /v1/chat/completions for answers that may have calls of tools."""
+    """The format of /v1/chat/completions for answers that may have calls of tools, or thinking.
 
-    def __init__(self, model: str, encoding: Encoding | None, use: ToolUse) -> None:
+    thinking: as for CallReader. reasons: whether answers contain the thinking.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        encoding: Encoding | None,
+        use: ToolUse | None,
+        thinking: Thinking | None,
+        reasons: bool,
+    ) -> None:
         super().__init__(model, encoding)
-        names, held = frozenset(tool.name for tool in use.allowed), bool(use.held_by)
-        self._use = use
-        reader = partial(CallReader, use.form, names, held, use.texts)
+        self._use, self._reasons = use, reasons
+        reader = partial(CallReader, None, {}, thinking=thinking)
+        if use is not None:
+            schemas = {tool.name: tool.function.parameters or NO_PARAMETERS for tool in use.allowed}
+            held = bool(use.held_by)
+            reader = partial(CallReader, use.form, schemas, held, use.texts, thinking)
         self._readers = defaultdict[int, CallReader](reader)  # index of the choice → its reader
 
     def choice(self, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
         deltas, choice = self._read(index, choice, True)
-        content = "".join(each.get("content", "") for each in deltas)
+        content, thought = (
+            "".join(each.get(name, "") for each in deltas)
+            for name in ("content", "reasoning_content")
+        )
         calls = [call for each in deltas for call in each.get("tool_calls", ())]
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
-        if calls or self._use.required:
+        if thought:
+            message["reasoning_content"] = thought
+        if calls or (self._use and self._use.required):
             message["content"] = content or None
         if calls:
             message["tool_calls"] = calls
@@ -173,20 +197,22 @@ class ToolChatForm(ChatForm):
     ) -> tuple[list[JsonObject], AnswerChoice]:
         reader, deltas = self._readers[index], list[JsonObject]()
         for each in reader.read(part.text, final):
-            kind = "content" if isinstance(each, str) else "tool_calls"
+            if isinstance(each, Thought) and not self._reasons:
+                continue
+            kind = KINDS[type(each)]
             if not deltas or kind not in deltas[-1]:
-                deltas.append({kind: "" if isinstance(each, str) else []})
-            if isinstance(each, str):
-                deltas[-1]["content"] += each
+                deltas.append({kind: [] if isinstance(each, CallPart) else ""})
+            if isinstance(each, CallPart):
+                self._add(deltas[-1][kind], each)
             else:
-                self._add(deltas[-1]["tool_calls"], each)
+                deltas[-1][kind] += each if isinstance(each, str) else each.text
         if part.reason == "stop" and reader.count and not reader.cut:
             part = replace(part, reason="tool_calls")
         return deltas, part
 
     def _add(self, calls: list[JsonObject], part: CallPart) -> None:
         """Add a part of a call to the entries of tool_calls, of which it may continue the last."""
-        if part.name is not None:
+        if part.name is not None and self._use is not None:
             id, function = self._use.form.new_id(), {"name": part.name, "arguments": ""}
             calls.append({"index": part.call, "id": id, "type": "function", "function": function})
         elif not calls:

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpt2block.checks import check_flag
 from gpt2block.engine.chat.messages import Message, TemplateNames, normalized
+from gpt2block.engine.chat.thinking import thinking_of
 from gpt2block.engine.chat.tool_forms import form_of
 from gpt2block.errors import CheckpointError, InputError, require, shown
 from gpt2block.files.tokenizers import tokenizer
@@ -47,14 +48,15 @@ class ChatTemplate:
 
     tool_form: the form in which the model writes calls of tools, by default the form that the
     source shows; None if it is unknown. Calls in messages are written into the content in this form
-    if the template does not read them.
+    if the template does not read them. thinking: the texts around the thinking of the model that
+    the source shows, or None. reasoning_content is written into the content in the same way.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source, self.tokens = source, dict(tokens)
         self.seconds = SECONDS
         self.check: Callable[[str], None] = lambda text: None
-        self.tool_form = form_of(self.source)
+        self.tool_form, self.thinking = form_of(self.source), thinking_of(self.source)
         self._worker: subprocess.Popen[str] | None = None
         self._names: TemplateNames | None = None
         self._lock = threading.Lock()
@@ -142,6 +144,8 @@ class ChatTemplate:
     def normalized(self, messages: Any, arguments_as_objects: bool = True) -> list[dict[str, Any]]:
         """Return messages in the form that this template reads. Raises as `render` does."""
         write_calls = self.tool_form.written if self.tool_form else None
+        if self.thinking:
+            messages = self.thinking.converted(messages, self.names)
         return normalized(messages, self.names, arguments_as_objects, write_calls)
 
     def check_variables(self, variables: Any) -> None:

@@ -153,7 +153,7 @@ def translated(schema: object) -> str:
             part["pattern"] = patterns.as_rust(part["pattern"])
         if exact := patterns.OF_FORMATS.get(part.get("format", "")):
             part["allOf"] = [*part.get("allOf", ()), *({"pattern": each} for each in exact)]
-        options = [_resolved(option, schema) for option in part.get("oneOf", ())]
+        options = [resolved(option, schema) for option in part.get("oneOf", ())]
         if 0 < len(options) <= MANY and all(starmap(_are_apart, combinations(options, 2))):
             part["allOf"] = [*part.get("allOf", ()), {"anyOf": part.pop("oneOf")}]
     for part in every:
@@ -161,7 +161,7 @@ def translated(schema: object) -> str:
     return numbers.as_json(schema)
 
 
-def _resolved(part: object, schema: object) -> object:
+def resolved(part: object, schema: object) -> object:
     """Return the part of a schema to which another part refers, or else this other part."""
     reference = part.get("$ref", "") if isinstance(part, dict) else ""
     for key in reference.split("/")[1:]:

@@ -12,6 +12,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from gpt2block.engine.chat.messages import TemplateNames, continued
+from gpt2block.engine.chat.tool_forms.members import Members
 from gpt2block.errors import InputError, shown
 
 NO_TOOLS = (
@@ -39,10 +40,12 @@ class ToolForm:
 
     name: name of the form for users. begins: texts, one of which begins a call or a list of calls.
     end: text that ends the call or list, or "". line: text between `begins`, the call and `end`.
-    listed: whether models write a JSON list of calls. bare: whether an answer that begins with a
-    call needs no text of `begins`. named: whether the name is written before the object of
-    arguments, in place of an object with both. key: key of the arguments. many: whether an answer
-    may have several calls. short_ids: whether ids of calls must have 9 letters and digits.
+    listed: texts before, between and after the calls of a list; (): each call has its own `begins`
+    and `end`. bare: whether an answer that begins with a call needs no text of `begins`. named:
+    whether the name is written before the object of arguments, in place of an object with both.
+    key: key of the arguments. members: how arguments are written one by one; None: as a JSON
+    object. many: whether an answer may have several calls. short_ids: whether ids of calls must
+    have 9 letters and digits.
 
     shown: lists of texts; the source of a chat template shows the form if it has all texts of a
     list and none of `unless`. general: whether the form is for models that were not trained to call
@@ -53,10 +56,11 @@ class ToolForm:
     begins: tuple[str, ...]
     end: str = ""
     line: str = ""
-    listed: bool = False
+    listed: tuple[str, ...] = ()
     bare: bool = False
     named: bool = False
     key: str = "arguments"
+    members: Members | None = None
     many: bool = True
     short_ids: bool = False
     shown: tuple[tuple[str, ...], ...] = ()
@@ -66,7 +70,8 @@ class ToolForm:
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts around names and arguments, which are special tokens of some tokenizers."""
-        return (*self.begins, self.end, *(("[CALL_ID]", "[ARGS]") if self.named else ()))
+        quotes = self.members.quotes if self.members and self.members.bare else ()
+        return (*self.begins, self.end, *(("[CALL_ID]", "[ARGS]") if self.named else ()), *quotes)
 
     def is_shown_in(self, source: str) -> bool:
         """Return whether the source of a chat template belongs to a model with this form."""
@@ -101,18 +106,23 @@ class ToolForm:
         """
         objects = [self._object(*_name_and_arguments(call)) for call in calls]
         if self.listed:
-            objects = [f"[{', '.join(objects)}]"]
+            first, between, last = self.listed
+            objects = [f"{first}{between.join(objects)}{last}"]
         begin, line = "" if self.bare else self.begins[0], self.line
         texts = [f"{begin}{line}{each}{line}{self.end}" for each in objects]
         return f"{content}{line if content else ''}" + ("; " if self.bare else line).join(texts)
 
     def head(self, name: str) -> str:
         """Return the text of a call before its arguments."""
+        if self.members:
+            return name.join(self.members.name)
         if self.named:
             return f"{json.dumps(name)[1:-1]}[ARGS]"
         return f'{{"name": {json.dumps(name)}, "{self.key}": '
 
     def _object(self, name: str, arguments: str) -> str:
+        if self.members:
+            return self.members.written(name, arguments)
         return f"{self.head(name)}{arguments}{'' if self.named else '}'}"
 
 

@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from gpt2block.engine.chat.thinking import Thinking
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
-from gpt2block.engine.grammars.schema import JSON_FORM, parsed, translated
+from gpt2block.engine.chat.tool_forms.member_grammar import MemberRules, schema_text
 
 COMBINING = frozenset({"anyOf", "allOf", "oneOf", "$ref", "if", "dependentSchemas"})
 ANY_TEXT = r"/(.|\n)*/"
@@ -24,6 +25,7 @@ def lark(
     parallel: bool,
     special: Callable[[str], int | None] = lambda text: None,
     format: Mapping[str, object] | None = None,
+    thinking: Thinking | None = None,
 ) -> str:
     """Return a grammar of the answers of a model with this form.
 
@@ -33,6 +35,7 @@ def lark(
     of a special token by its name, None if the tokenizer has no such special token. A special token
     is matched by its id, because its text would be matched by the tokens of the text only. format:
     JSON schema of a text; an answer that need not be a call is then either such a text or calls.
+    thinking: as for CallReader; it may be before calls, and before a text.
     """
 
     def literal(text: str) -> str:
@@ -53,23 +56,51 @@ def lark(
     if texts:
         rules["text_begin[lazy]"] = f"{text} ({' | '.join(map(literal, texts))})"
     for index, (name, schema) in enumerate(tools):
-        rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
+        if form.members:
+            more = MemberRules(form.members, schema, literal, rules, f"part_{index}")
+            rules[f"call_{index}"] = more.call(name)
+        else:
+            rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
     either = format is not None and not required
-    rules["start"] = _start(form, required or either, parallel and form.many)
+    rules |= _thoughts(thinking, literal)
+    several, thinks = parallel and form.many, thinking is not None
+    rules["start"] = _start(form, required or either, several, thinks)
     if format is not None and either:
-        rules["start"] = f"%json {schema_text(format)} | {rules['start']}"
+        before = "thoughts " if thinks else ""
+        rules["start"] = f"{before}%json {schema_text(format)} | {rules['start']}"
+    if thinking and thinking.opened:
+        rules["start"] = f"thought ({rules['start']})"
     return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
 
-def _start(form: ToolForm, required: bool, several: bool) -> str:
+def _thoughts(thinking: Thinking | None, literal: Callable[[str], str]) -> dict[str, str]:
+    """Return the rules for thinking: before required calls (thoughts), and before any text."""
+    if thinking is None:
+        return {}
+    begin, end, label = literal(thinking.begin), literal(thinking.end), thinking.label.strip()
+    label = f" {json.dumps(label)}" if label else ""
+    begins, ends = ("" if mark.startswith("<") else "[lazy]" for mark in (begin, end))
+    return {
+        f"begin_thought{begins}": rf"/[ \n]*/ {begin}",
+        f"end_thought{ends}": f"{ANY_TEXT} {end}",
+        "thought": r"end_thought /[ \n]*/",
+        "thoughts": f"({begin}{label} thought)*",
+        "first_thoughts": f"(begin_thought{label} end_thought)*",
+    }
+
+
+def _start(form: ToolForm, required: bool, several: bool, thinks: bool) -> str:
+    """Return the rule for an answer. thinks: whether there may be thinking."""
     repeats = several and not form.listed
+    thoughts, before = ("thoughts ", "first_thoughts ") if thinks else ("", "")
     if required:
-        first = "body" if form.bare else "begin body"
+        first = f"{thoughts}body" if form.bare else f"{thoughts}begin body"
         line = json.dumps(form.line) + " " if form.line else ""
         return f"{first} ({line}{first})*" if repeats else first
     if several:
-        return "(head body)* text"
-    return "text | head body" + (" | body" if form.bare else "")
+        return f"({before}head body)* {before}text"
+    answer = "text | head body" + (" | body" if form.bare else "")
+    return f"{before}({answer})" if thinks else answer
 
 
 def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:
@@ -78,8 +109,11 @@ def _body(form: ToolForm, several: bool, literal: Callable[[str], str]) -> str:
     end = f"{line}{literal(form.end)}" if form.end else ""
     if not form.listed:
         return f"{line}call {end}"
-    calls = 'call (", " call)*' if several else "call"
-    return f'" "? "[" {calls} "]" ' + (f"({end})?" if end else "")
+    first, between, last = map(json.dumps, form.listed)
+    calls = f"call ({between} call)*" if several else "call"
+    # Only models that write JSON leave the end out.
+    end = rf"(/\n?/ {end}){'' if form.members else '?'}" if end else ""
+    return rf"/[ \n]?/ {first} {calls} {last} {end}"
 
 
 def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], str]) -> str:
@@ -89,11 +123,6 @@ def _call(form: ToolForm, name: str, arguments: str, literal: Callable[[str], st
     # In the tokens of JSON, so that a text of `format` may begin with the same characters.
     head = " ".join(map(json.dumps, re.findall('[{]|"[^"]*"|[:,] ', form.head(name))))
     return f'{head} {arguments} "}}"'
-
-
-def schema_text(schema: Mapping[str, object]) -> str:
-    """Return the JSON text of a schema, with the options of llguidance."""
-    return translated(parsed({**schema, "x-guidance": JSON_FORM}))
 
 
 def closed(schema: Mapping[str, object]) -> Mapping[str, object]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import regex
 
+from gpt2block.engine.chat.thinking import Thinking
 from gpt2block.engine.chat.tool_forms.base import ToolForm
+from gpt2block.engine.chat.tool_forms.members import Members, types_of_argument
 
 _OTHER = r'"(?:type|id)"\s*:\s*"[^"]*"'  # a further member of a call, before or after the others
 _NAME = r'"name"\s*:\s*"(?P<name>[^"\\]+)"'  # usually before the arguments, but also after them
@@ -22,6 +24,8 @@ _NAMED_HEAD = regex.compile(
 _CLOSE = regex.compile(rf"\s*(?:,\s*{_NAME}\s*)?(?:,\s*{_OTHER}\s*)?\}}")
 _NEXT = regex.compile(r"\s*[,;]\s*(?=\{)")
 _LIST_END = regex.compile(r"\s*\]")
+_JSON = Members(("", ""), ("", ""), "", quotes=('"',))  # strings and brackets of JSON
+_SPACE = regex.compile(r"\s*(?=\S)")
 
 Texts = Literal["around", "instead", "none"]
 Result = TypeVar("Result")
@@ -40,33 +44,60 @@ class CallPart(NamedTuple):
     arguments: str
 
 
-class CallReader:
-    """Separates an answer into text and calls.
+class Thought(NamedTuple):
+    """A piece of the model's thinking, without the texts and the white space around it."""
 
-    names: functions that may be called. held: whether the answer is held to a grammar of `lark`;
-    then the arguments of a call are returned as they arrive, and a call that is cut is returned
-    without its end, if its name is certain. Otherwise a call is returned when all of it has been
-    read. A call must have one of these names and a JSON object of arguments; otherwise the call is
-    returned as text. White space next to a call is left out unless text follows it. texts: whether
-    a held answer has text around its calls, text instead of calls, or none.
+    text: str
+
+
+Found = str | CallPart | Thought
+
+
+class CallReader:
+    """Separates an answer into text, calls and thinking.
+
+    form: the form of calls; None: the answer has no calls.
+    schemas: for each function that may be called, the JSON schema of its arguments. held: whether
+    the answer is held to a grammar of `lark`; then the arguments of a call are returned as they
+    arrive (one by one if the form writes them so), and a call that is cut is returned without its
+    end, if its name is certain. Otherwise a call is returned when all of it has been read. A call
+    must have one of these names and a JSON object of arguments; otherwise the call is returned as
+    text. White space next to a call is left out unless text follows it. texts: whether a held
+    answer has text around its calls, text instead of calls, or none. thinking: the texts around
+    thinking; None: thinking is text.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
     """
 
     def __init__(
-        self, form: ToolForm, names: Collection[str], held: bool = False, texts: Texts = "around"
+        self,
+        form: ToolForm | None,
+        schemas: Mapping[str, Mapping[str, Any]],
+        held: bool = False,
+        texts: Texts = "around",
+        thinking: Thinking | None = None,
     ) -> None:
-        self._form, self._names, self._held, self._texts = form, names, held, texts
-        self._begin = regex.compile("|".join(map(regex.escape, form.begins)))
+        form = form or ToolForm("", ())
+        self._form, self._schemas, self._held, self._texts = form, schemas, held, texts
+        self._head = _NAMED_HEAD if form.named else _HEAD
+        self._next = _NEXT
+        if form.members:
+            self._head, self._next = form.members.head, form.members.next
+        begins = "|".join(map(regex.escape, form.begins)) or "(?!)"
+        self._begin, self._thinking = regex.compile(begins), thinking
+        if thinking:
+            begin = regex.escape(thinking.begin + thinking.label.rstrip())
+            self._think = regex.compile(rf"\s*{begin}")
+            self._think_end = regex.compile(rf"\s*{regex.escape(thinking.end)}")
         self._end = regex.compile(rf"\s*{regex.escape(form.end)}") if form.end else None
         self._text, self._final = "", False  # text not returned yet; whether no text follows it
         self._at = 0  # number of characters of _text that the current step has read
         self._space = ""  # white space after the returned text, which is returned if text follows
         self.count, self.cut, self._after_call = 0, False, False
-        self._found: list[str | CallPart] = []
+        self._found: list[Found] = []
         self._steps = self._all()
 
-    def read(self, piece: str, final: bool = False) -> list[str | CallPart]:
+    def read(self, piece: str, final: bool = False) -> list[Found]:
         """Return the text and the parts of calls that a further piece of the answer completes.
 
         final: whether the answer ends here.
@@ -79,6 +110,8 @@ class CallReader:
 
     def _all(self) -> Step[None]:
         calls = True  # whether calls may follow
+        if not (yield from self._thoughts(self._thinking is not None and self._thinking.opened)):
+            return
         if self._form.bare:
             while not self._text.strip() and not self._final:
                 yield
@@ -90,7 +123,10 @@ class CallReader:
             begin: Any = self._begin.search(self._text, partial=True) if calls else None
             if begin is not None and not begin.partial:
                 self._say(begin.start())
+                count = self.count
                 yield from self._calls(len(begin[0]))
+                if self.count > count and not (yield from self._thoughts(False)):
+                    return
                 continue
             whole = begin is None or self._final
             self._say(len(self._text) if whole else begin.start())
@@ -102,22 +138,54 @@ class CallReader:
         if self._space and not self._after_call:
             self._found.append(self._space)
 
+    def _thoughts(self, opened: bool) -> Step[bool]:
+        """Read thinking if it comes next; return False if the answer ends within it."""
+        while opened or (self._thinking and (yield from self._matched(self._think))):
+            opened = False
+            if not (yield from self._thought()):
+                return False
+        return True
+
+    def _thought(self) -> Step[bool]:
+        """Return thinking from `_at` as it arrives, and whether its end has been read."""
+        begun = False
+        while True:
+            self._drop()
+            end: Any = self._think_end.search(self._text, partial=True)
+            ended = end is not None and not end.partial
+            stop = len(self._text) if end is None or (self._final and not ended) else end.start()
+            piece = self._text[:stop] if begun else self._text[:stop].lstrip()
+            if piece:
+                self._found.append(Thought(piece))
+                begun = True
+            self._at = end.end() if ended else stop
+            if ended:
+                yield from self._matched(_SPACE, drops=True)
+            elif not self._final:
+                yield
+                continue
+            self._drop()
+            return ended
+
     def _calls(self, prefix: int) -> Step[None]:
         """Read calls after `prefix` characters, which are text if no call follows them."""
-        head_form, listed = _NAMED_HEAD if self._form.named else _HEAD, False
+        listed = False
         while True:
             self._at = prefix
-            head = yield from self._matched(head_form)
+            head = yield from self._matched(self._head)
             name = head and head["name"]
-            known = head is not None and (name in self._names or (name is None and not self._held))
-            if not known or not (yield from self._call(name)):
+            members, named = self._form.members, name in self._schemas
+            known = head is not None and (named or (name is None and not self._held))
+            call = self._arguments(members, name) if members else self._call(name)
+            if not known or not (yield from call):
                 if self._held and self._final and (prefix or self._texts == "none"):
                     self._cut(self._text[prefix:])
                 self._say(prefix)
                 return
             self._drop()
             listed = listed or head["list"] is not None
-            if (yield from self._matched(_NEXT, drops=True)) is None:
+            drops = self._held or not self._form.members
+            if (yield from self._matched(self._next, drops)) is None:
                 break
             prefix = self._at
         for end in (_LIST_END if listed else None, self._end):
@@ -129,14 +197,16 @@ class CallReader:
 
         name: name of the function, None if it may follow the arguments.
         """
-        index, begin, depth = self.count, self._at, _Depth()
+        index, begin, extent = self.count, self._at, _Extent(_JSON, whole=True)
         if self._held:
             self._add(CallPart(index, name, ""))
-        while not depth.closed:
-            first, self._at = self._at, depth.end(self._text, self._at)
+        while not extent.closed:
+            first, self._at = self._at, extent.end(self._text, self._at)
+            if self._final and not extent.closed:
+                self._at = len(self._text)
             if self._held and self._at > first:
                 self._add(CallPart(index, None, self._text[first : self._at]))
-            if not depth.closed:
+            if not extent.closed:
                 if self._final:
                     self.cut = self._held
                     return self._held
@@ -153,9 +223,45 @@ class CallReader:
             if close is None or (name is None) == (close["name"] is None):
                 return False
             name = name or close["name"]
-        if name not in self._names:
+        if name not in self._schemas:
             return False
         self._add(CallPart(index, name, arguments))
+        return True
+
+    def _arguments(self, members: Members, name: str) -> Step[bool]:
+        """Read arguments that are written one by one, and the end of their call, as `_call`."""
+        index, parts = self.count, list[str]()
+        if self._held:
+            self._add(CallPart(index, name, ""))
+        while True:
+            match, begin = (yield from self._matched(members.argument)), self._at
+            if match is not None and match["close"]:
+                parts.append("}" if parts else "{}")
+            elif match is not None and (yield from self._value(members)):
+                types = types_of_argument(self._schemas[name], match["key"])
+                value = members.json(self._text[begin : self._at], types)
+                parts.append(f'{", " if parts else "{"}"{match["key"]}": {value}')
+            else:
+                self.cut = self._held
+                self._at = len(self._text) if self._held else self._at
+                return self._held
+            if self._held:
+                self._add(CallPart(index, None, parts[-1]))
+            if match["close"]:
+                break
+        if not self._held and _is_json("".join(parts)):
+            self._add(CallPart(index, name, "".join(parts)))
+        return self.count > index
+
+    def _value(self, members: Members) -> Step[bool]:
+        """Move `_at` to the end of a value; return False if the answer ends before it."""
+        extent = _Extent(members)
+        while not extent.closed:
+            self._at = extent.end(self._text, self._at)
+            if not extent.closed:
+                if self._final:
+                    return False
+                yield
         return True
 
     def _matched(self, pattern: regex.Pattern[str], drops: bool = False) -> Step[Any]:
@@ -178,7 +284,7 @@ class CallReader:
     def _cut(self, text: str) -> None:
         """Return a call that the answer ends in, if its name is certain. text: the part of it."""
         written = text.lstrip(" \n[")
-        names = [name for name in self._names if self._form.head(name).startswith(written)]
+        names = [name for name in self._schemas if self._form.head(name).startswith(written)]
         if len(names) == 1:
             self._add(CallPart(self.count, names[0], ""))
         self._text, self.cut = "", True
@@ -204,31 +310,36 @@ class CallReader:
         self._text, self._at = self._text[self._at :], 0
 
 
-class _Depth:
-    """The depth of brackets in a JSON text, which is read in pieces. closed: whether it is 0."""
+class _Extent:
+    """The extent of a value, or with `whole` of an object, in a text that is read in pieces.
 
-    def __init__(self) -> None:
-        self.closed = False
-        self._depth, self._quoted, self._escaped = 0, False, False
+    closed: whether the end has been read.
+    """
 
-    def end(self, text: str, begin: int) -> int:
-        """Read characters from `begin`; return the end of the JSON value, or of the text."""
-        for at in range(begin, len(text)):
-            character = text[at]
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = character == "\\", character != '"'
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
+    def __init__(self, members: Members, whole: bool = False) -> None:
+        self.closed, self._members, self._whole = False, members, whole
+        self._depth, self._quote = 0, ""
+
+    def end(self, text: str, at: int) -> int:
+        """Read characters from `at`; return the end of the value, or of what has been read."""
+        while not self.closed:
+            pattern = self._members.inside.get(self._quote, self._members.marks)
+            mark: Any = pattern.search(text, at, partial=True)
+            if mark is None or mark.partial:
+                return len(text) if mark is None else int(mark.start())
+            at, kind = mark.end(), mark.lastgroup
+            if self._quote:
+                self._quote = "" if mark[0] == self._quote else self._quote
+            elif kind == "quote":
+                self._quote = mark[0]
+            elif kind == "open":
                 self._depth += 1
-            elif character in "}]":
+            elif not self._depth:
+                self.closed, at = True, mark.start()
+            elif kind == "close":
                 self._depth -= 1
-                if not self._depth:
-                    self.closed = True
-                    return at + 1
-        return len(text)
+                self.closed = self._whole and not self._depth
+        return at
 
 
 def _is_json(text: str) -> bool:
