@@ -18,6 +18,9 @@ types = pytest.importorskip("openai.types.responses", reason="openai, a client, 
 
 FILE = Path(__file__).parent / "golden" / "serve.txt"
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
+DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature",
+          "input_json_delta": "partial_json"}  # fmt: skip
 ABSENT = "(absent)"
 VARYING = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "seed"}
 KINDS = {get_args(kind.model_fields["type"].annotation)[0]: kind
@@ -46,7 +49,7 @@ class Exchange(NamedTuple):
     @property
     def streams(self) -> bool:
         """Whether the answer may also be streamed."""
-        may = self.path in (COMPLETION, CHAT, RESPONSES) and self.method == "POST"
+        may = self.path in (COMPLETION, CHAT, RESPONSES, MESSAGES) and self.method == "POST"
         return may and self.status == 200 and self.given.get("max_tokens") != 0
 
     def asked(self, running: Running, **more: Any) -> tuple[int, Any, str]:
@@ -230,3 +233,42 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         assert told == [token["token"] for token in part.get("logprobs", ())]
     assert named == [each["type"] for each in events[2:-1]]
     return response
+
+
+def message_of(sent: str) -> dict[str, Any]:
+    """Return the message that a client builds from the events of a stream, whose order is checked.
+
+    Source: Anthropic, "Streaming messages".
+    """
+    events = []
+    for event in sent.strip().split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1].pop('type')}"
+        events[-1]["is"] = name.removeprefix("event: ")
+    first, *inner, last, end = events
+    assert [each["is"] for each in (first, last, end)] == [
+        "message_start", "message_delta", "message_stop"]  # fmt: skip
+    message, pings = first["message"], [n for n, each in enumerate(inner) if each["is"] == "ping"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    assert pings == [1] * bool(inner)
+    blocks: list[dict[str, Any]] = message["content"]
+    written, opened = list[str](), False
+    for each in [each for each in inner if each["is"] != "ping"]:
+        begins = each["is"] == "content_block_start"
+        assert begins != opened
+        assert each["index"] == len(blocks) - (not begins)
+        opened = each["is"] != "content_block_stop"
+        if begins:
+            blocks.append(each["content_block"])
+            written.append("")
+        elif opened:
+            kind = DELTAS[each["delta"]["type"]]
+            written[-1] += each["delta"]["partial_json"] if kind == "partial_json" else ""
+            if kind != "partial_json":
+                blocks[-1][kind] += each["delta"][kind]
+        elif blocks[-1]["type"] == "tool_use" and written[-1].endswith("}"):
+            blocks[-1]["input"] = json.loads(written[-1])
+    assert not opened
+    del last["is"]
+    return {**message, **last.pop("delta"), **last}

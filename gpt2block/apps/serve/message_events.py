@@ -1,0 +1,177 @@
+"""Convert chat completions, whole or in chunks, to messages and events of /v1/messages.
+
+Source: Anthropic, "API reference" (Messages); "Streaming messages".
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+import regex
+from pydantic_core import from_json
+
+from gpt2block.apps.serve.answers import server_sent, usage
+from gpt2block.apps.serve.messages import BEGIN, END
+from gpt2block.apps.serve.protocol import MESSAGES, ApiError, JsonObject
+from gpt2block.apps.serve.response_events import EventSent, new_id
+from gpt2block.engine.generation.sequences import TokenSequence
+
+AT_BEGIN, AT_END = map(regex.compile, (BEGIN, END))
+# Type of a block → type of its deltas, and the field of a delta that has a text
+DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"),
+          "tool_use": ("input_json_delta", "partial_json")}  # fmt: skip
+# finish_reason of a choice → stop_reason of a message, unless a stop string or the context ends it
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+EMPTY: dict[str, JsonObject] = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}
+
+
+class MessageSent(EventSent):
+    """Converts the chat completion of a request to a message, or its chunks to events.
+
+    count: number of tokens of the prompt. before: bytes of its last tokens, which show whether the
+    answer begins with thoughts.
+    """
+
+    def __init__(self, model: str, count: int, before: bytes) -> None:
+        self.result = {
+            **{"id": new_id("msg"), "type": "message", "role": "assistant", "model": model},
+            **{"content": [], "stop_reason": None, "stop_sequence": None},
+            "usage": _usage(usage(count, 0)),
+        }
+        self._content: list[JsonObject] = self.result["content"]
+        self._thoughts = ThoughtReader(before.rstrip().endswith(BEGIN.encode()))
+        self._input = ""  # JSON text of the input of the block in progress
+        self._begun = self._open = False  # whether the stream has begun; a block is in progress
+        self._reason = ""  # the choice's finish_reason
+        self._sequence: TokenSequence | None = None  # the sequence after its end
+
+    def facts(self, sequence: TokenSequence) -> dict[str, object]:
+        self._sequence = sequence
+        return {}
+
+    def failure(self, error: ApiError) -> bytes:
+        return server_sent(json.dumps(error.body(MESSAGES)), "error")
+
+    def _take(self, chunk: JsonObject) -> list[JsonObject]:
+        started = {"type": "message_start", "message": {**self.result, "content": []}}
+        events, self._begun = [] if self._begun else [started], True
+        if chunk.get("usage"):
+            self.result["usage"] = _usage(chunk["usage"])
+        for choice in chunk["choices"]:
+            events += self._text(choice["delta"].get("content") or "")
+            for call in choice["delta"].get("tool_calls") or ():
+                events += self._call(call)
+            self._reason = choice["finish_reason"] or self._reason
+        return events
+
+    def _text(self, text: str, final: bool = False) -> list[JsonObject]:
+        """Return the events of more text. final: whether no text, or a call, follows it."""
+        events = list[JsonObject]()
+        for kind, more in self._thoughts.read(text, final):
+            if more and not (self._open and self._content[-1]["type"] == kind):
+                events += self._start({"type": kind, **EMPTY[kind]})
+            if more:
+                self._content[-1][kind] += more
+                events.append(self._delta(more))
+        return events
+
+    def _call(self, call: JsonObject) -> list[JsonObject]:
+        """Return the events of a part of a tool call, which begins or continues a block."""
+        events, function = list[JsonObject](), call["function"]
+        if "id" in call:
+            events += self._text("", final=True)
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            events += self._start(block)
+        if more := function.get("arguments"):
+            self._input += more
+            events.append(self._delta(more))
+        return events
+
+    def _start(self, block: JsonObject) -> list[JsonObject]:
+        """Close the block in progress, and append a new block. Return the events of both."""
+        events = [*self._close(), self._of_block("start", content_block={**block})]
+        self._content.append(block)
+        self._open, self._input = True, ""
+        return events if len(self._content) > 1 else [*events, {"type": "ping"}]
+
+    def _close(self) -> list[JsonObject]:
+        """End the block in progress. Return its last events.
+
+        An input that is cut has the members so far, as the package anthropic reads it in a stream.
+        """
+        if not self._open:
+            return []
+        self._open, block = False, self._content[-1]
+        if block["type"] == "tool_use":
+            block["input"] = from_json(self._input or "{}", allow_partial=True)
+        signed = {"type": "signature_delta", "signature": ""}
+        signature = [self._of_block("delta", delta=signed)] if block["type"] == "thinking" else []
+        return [*signature, self._of_block("stop")]
+
+    def _end(self) -> list[JsonObject]:
+        events = [*self._text("", final=True), *self._close()]
+        sequence, reason, stop = self._sequence, REASONS[self._reason], None
+        assert sequence is not None
+        if sequence.finish_reason == "context":
+            reason = "model_context_window_exceeded"
+        elif reason == "end_turn" and sequence.stop_string is not None:
+            reason, stop = "stop_sequence", sequence.stop_string
+        end, facts = {"stop_reason": reason, "stop_sequence": stop}, super().facts(sequence)
+        self.result |= {**end, **facts}
+        told = {"type": "message_delta", "delta": end, "usage": self.result["usage"], **facts}
+        return [*events, told, {"type": "message_stop"}]
+
+    def _delta(self, text: str) -> JsonObject:
+        kind, name = DELTAS[self._content[-1]["type"]]
+        return self._of_block("delta", delta={"type": kind, name: text})
+
+    def _of_block(self, kind: Literal["start", "delta", "stop"], **more: object) -> JsonObject:
+        """Return an event of the block in progress, or for "start" of the next block."""
+        index = len(self._content) - (kind != "start")
+        return {"type": f"content_block_{kind}", "index": index, **more}
+
+
+class ThoughtReader:
+    """Separates an answer into thoughts and text.
+
+    Thoughts begin with BEGIN at the beginning of the answer, and end with END, or with the answer.
+    begun: whether the answer begins after BEGIN.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        self._next = AT_END if begun else AT_BEGIN  # the mark that may follow; None: no mark
+        self._held = ""  # text that may be the beginning of this mark
+
+    def read(self, piece: str, final: bool) -> list[tuple[str, str]]:
+        """Return pairs ("thinking" or "text", characters) that a further piece completes.
+
+        final: whether no text follows, which could complete a mark.
+        """
+        held, self._held, found = self._held + piece, "", []
+        if self._next is AT_BEGIN:
+            begin = AT_BEGIN.match(held, partial=not final)
+            if begin and begin.partial:
+                self._held = held
+                return []
+            self._next, held = (AT_END, held[begin.end() :]) if begin else (None, held)
+        if self._next is AT_END:
+            end = AT_END.search(held, partial=not final)
+            first = end.start() if end else len(held)
+            found.append(("thinking", held[:first]))
+            if not end or end.partial:
+                self._held = held[first:]
+                return found
+            self._next, held = None, held[end.end() :]
+        return [*found, ("text", held)]
+
+
+def _usage(usage: JsonObject) -> JsonObject:
+    """Return a usage object of messages for the usage object of a chat completion."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
