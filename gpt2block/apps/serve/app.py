@@ -44,7 +44,7 @@ from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inpu
 from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.message_events import MessageSent
-from gpt2block.apps.serve.messages import MESSAGE_FIELDS, VERSION, CountRequest, MessagesRequest
+from gpt2block.apps.serve.messages import MESSAGE_FIELDS, VERSIONS, CountRequest, MessagesRequest
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
     MESSAGES,
@@ -273,9 +273,10 @@ class Server:
         return replace(asked, sent=ResponseSent(body, self.settings.name))
 
     async def messages(self, request: Request, body: CountRequest) -> Response:
-        version = request.headers.get("anthropic-version", VERSION)
-        if version != VERSION:
-            raise ApiError(400, f"anthropic-version: expected {VERSION}, got {shown(version)}")
+        version = request.headers.get("anthropic-version")
+        if version not in (None, *VERSIONS):
+            expected = " or ".join(VERSIONS)
+            raise ApiError(400, f"anthropic-version: expected {expected}, got {shown(version)}")
         with named_as_given(ChatRequest.model_fields, MESSAGE_FIELDS):
             found = await self.in_thread(request, self._message, body)
             if isinstance(found, int):

@@ -1,6 +1,7 @@
 """Requests to /v1/messages and /v1/messages/count_tokens, converted to chat requests.
 
-Source: Anthropic, "API reference" (Messages, Count tokens in a Message).
+Source: Anthropic, "API reference" (Messages, Count tokens in a Message, Versions). The version
+2026-10-21 has no temperature, top_p and top_k, which this server accepts in both versions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gpt2block.apps.serve.protocol import (
     invalid,
 )
 
-VERSION = "2023-06-01"  # the supported value of the header anthropic-version
+VERSIONS = "2023-06-01", "2026-10-21"  # supported values of the header anthropic-version
 BEGIN, END = "<think>", "</think>"  # marks that models write around their thoughts
 THINKS = "enable_thinking"  # variable with which chat templates turn thoughts on and off
 # Regular expressions of names in errors about the chat request → names in the given request
@@ -50,7 +51,7 @@ class CachedFields(Fields):
 class TextBlock(CachedFields):
     type: Literal["text"]
     text: str
-    citations: object = None
+    citations: list[object] | None = Field(None, max_length=0)
 
 
 class ThinkingBlock(CachedFields):
