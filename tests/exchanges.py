@@ -19,8 +19,6 @@ types = pytest.importorskip("openai.types.responses", reason="openai, a client, 
 FILE = Path(__file__).parent / "golden" / "serve.txt"
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
-DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature",
-          "input_json_delta": "partial_json"}  # fmt: skip
 ABSENT = "(absent)"
 VARYING = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "seed"}
 KINDS = {get_args(kind.model_fields["type"].annotation)[0]: kind
@@ -240,35 +238,29 @@ def message_of(sent: str) -> dict[str, Any]:
 
     Source: Anthropic, "Streaming messages".
     """
-    events = []
-    for event in sent.strip().split("\n\n"):
-        name, data = event.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1].pop('type')}"
-        events[-1]["is"] = name.removeprefix("event: ")
-    first, *inner, last, end = events
-    assert [each["is"] for each in (first, last, end)] == [
-        "message_start", "message_delta", "message_stop"]  # fmt: skip
-    message, pings = first["message"], [n for n, each in enumerate(inner) if each["is"] == "ping"]
+    pairs = [event.split("\n") for event in sent.strip().split("\n\n")]
+    first, *inner, last, end = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    kinds = [each.pop("type") for each in (first, *inner, last, end)]
+    assert [name for name, _ in pairs] == [f"event: {kind}" for kind in kinds]
+    assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
+    message, opened, text = first["message"], False, ""
     assert (message["content"], message["stop_reason"]) == ([], None)
-    assert pings == [1] * bool(inner)
-    blocks: list[dict[str, Any]] = message["content"]
-    written, opened = list[str](), False
-    for each in [each for each in inner if each["is"] != "ping"]:
-        begins = each["is"] == "content_block_start"
-        assert begins != opened
-        assert each["index"] == len(blocks) - (not begins)
-        opened = each["is"] != "content_block_stop"
-        if begins:
-            blocks.append(each["content_block"])
-            written.append("")
-        elif opened:
-            kind = DELTAS[each["delta"]["type"]]
-            written[-1] += each["delta"]["partial_json"] if kind == "partial_json" else ""
-            if kind != "partial_json":
-                blocks[-1][kind] += each["delta"][kind]
-        elif blocks[-1]["type"] == "tool_use" and written[-1].endswith("}"):
-            blocks[-1]["input"] = json.loads(written[-1])
-    assert not opened
-    del last["is"]
+    for number, (each, kind) in enumerate(zip(inner, kinds[1:-2], strict=True)):
+        assert (kind == "ping") == (number == 1)
+        if kind == "content_block_start":
+            assert (opened, each["index"]) == (False, len(message["content"]))
+            message["content"].append(each["content_block"])
+            text = ""
+        elif kind != "ping":
+            block = message["content"][-1]
+            assert (opened, each["index"]) == (True, len(message["content"]) - 1)
+            for name, value in each.get("delta", {}).items():
+                if name == "partial_json":
+                    text += value
+                elif name != "type":
+                    block[name] += value
+            if kind == "content_block_stop" and text.endswith("}"):
+                block["input"] = json.loads(text)
+        opened = kind != "content_block_stop"
+    assert not (inner and opened)
     return {**message, **last.pop("delta"), **last}

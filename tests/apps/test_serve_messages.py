@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,14 @@ pytest.importorskip("llguidance", reason="the extra tools is not installed")
 
 from gpt2block import from_pretrained
 from gpt2block.apps.serve import answers
-from gpt2block.apps.serve.messages import END, THINKS, MessagesRequest
+from gpt2block.apps.serve.messages import THINKS, MessagesRequest
 from tests.apps.test_serve_exchanges import ANSWERS, server_of
-from tests.exchanges import CHAT, MESSAGES
+from tests.exchanges import CHAT, MESSAGES, Exchange, exchanges
 from tests.serving import Running, exchanged, post, serving
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic, a client, is not installed")
 
-PARIS = {"city": "Paris"}
+CHATS = [each for each in exchanges() if (each.method, each.path) == ("CHAT", MESSAGES)]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}},
           "required": ["city"]}  # fmt: skip
 WEATHER = {"name": "get_weather", "description": "Get the weather of a city.",
@@ -49,7 +47,7 @@ def test_texts_of_smollm2_are_those_of_chats() -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 3}
     prompt = {"model": "smollm2", "messages": user, "system": "Answer briefly."}
     asked: dict[str, Any] = {**prompt, "max_tokens": 6, "extra_body": sampling}
-    tools: dict[str, Any] = {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    own = {"type": "tool", "name": "get_weather"}
 
     async def said(running: Running) -> Any:
         async with client_of(running, anthropic.AsyncAnthropic) as client:
@@ -71,7 +69,9 @@ def test_texts_of_smollm2_are_those_of_chats() -> None:
             reused = each.usage.cache_read_input_tokens
             assert each.usage.input_tokens + reused == usage["prompt_tokens"]
         assert client.messages.count_tokens(**prompt).input_tokens == usage["prompt_tokens"]
-        (call,) = client.messages.create(**{**asked, "max_tokens": 40}, **tools).content
+        (call,) = client.messages.create(
+            **{**asked, "max_tokens": 40}, tools=[WEATHER], tool_choice=own
+        ).content
         function = {**WEATHER, "parameters": SCHEMA}
         del function["input_schema"]
         tool = {"type": "function", "function": function}
@@ -94,41 +94,19 @@ def test_a_round_with_tools(server: Running) -> None:
         for each, other in zip(answer.content, streamed.content, strict=True):
             assert each.model_dump(exclude={"id"}) == other.model_dump(exclude={"id"})
         assert answer.stop_reason == streamed.stop_reason == "tool_use"
-        assert answer.content[2].input == PARIS
+        assert answer.content[2].input == {"city": "Paris"}
         result = {"type": "tool_result", "tool_use_id": answer.content[2].id, "content": "20"}
         history = [ASKED, answer.to_param(), {"role": "user", "content": [result]}]
         found = client.messages.create(messages=history, **asked)
         assert (found.content[0].text, found.stop_reason) == ("It is 20 degrees.", "end_turn")
 
 
-def test_the_chat_of_a_request() -> None:
-    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
-    text = {"type": "text", "text": "I look.", "citations": None, "cache_control": None}
-    used = {"type": "tool_use", "id": "c", "name": "get_weather", "input": PARIS, "caller": None}
-    twice = [{"type": "text", "text": "2"}, {"type": "text", "text": "0"}]
-    result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": twice}
-    request = MessagesRequest.model_validate({
-        "model": "small", "max_tokens": 9, "system": [text, text], "tools": [WEATHER],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        "thinking": {"type": "disabled"}, "stop_sequences": ["x"], "stream": True,
-        "messages": [ASKED, {"role": "assistant", "content": [thought, text, used]},
-                     {"role": "user", "content": [result, text]}, {"role": "user", "content": []}],
-    }, context=99)  # fmt: skip
-    body = request.chat_body([THINKS])
-    call = {"name": "get_weather", "arguments": json.dumps(PARIS)}
-    assert body["messages"] == [
-        {"role": "system", "content": "I look.I look."},
-        ASKED,
-        {"role": "assistant", "content": f"<think>Hm.{END}I look.",
-         "tool_calls": [{"id": "c", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "c", "content": "20"},
-        {"role": "user", "content": "I look."},
-        {"role": "user", "content": ""},
-    ]  # fmt: skip
-    assert body["tool_choice"] == "required"
-    assert body["parallel_tool_calls"] is False
-    assert body["chat_template_kwargs"] == {THINKS: False}
-    assert (body["stop"], body["stream_options"]) == (["x"], {"include_usage": True})
+@pytest.mark.parametrize("exchange", CHATS, ids=lambda each: each.line)
+def test_the_chat_of_a_request(exchange: Exchange) -> None:
+    base: dict[str, Any] = {"model": "small", "max_tokens": 9, "messages": [ASKED]}
+    chats = [MessagesRequest.model_validate({**base, **more}, context=99).chat_body([THINKS])
+             for more in ({}, exchange.given)]  # fmt: skip
+    assert chats[1] == {**chats[0], **json.loads(exchange.answer)}
 
 
 def test_errors_of_the_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +128,3 @@ def test_errors_of_the_client(server: Running, monkeypatch: pytest.MonkeyPatch) 
         sent = exchanged(server.url + MESSAGES, {**asked, "stream": True})[2]
     assert sent.startswith("event: message_start\n")
     assert '"type": "api_error"' in sent.rpartition("event: error\n")[2]
-
-
-def test_the_documentation_has_every_field() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "serve.md").read_text(encoding="utf-8")
-    section = page.partition("## Messages\n")[2].partition("\n## ")[0]
-    table = section.partition("| fields of a request |")[2]
-    names = {name for line in table.splitlines() for name in
-             re.findall("`([a-z_]+)`", line.partition(" | ")[0])}  # fmt: skip
-    fields = {field.alias or name for name, field in MessagesRequest.model_fields.items()}
-    assert names == fields | {*MessagesRequest.neutral}

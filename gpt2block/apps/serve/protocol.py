@@ -638,10 +638,15 @@ def _of_field(error: ValidationError, given: object) -> ApiError:
 
 
 def _place(problem: Any, body: Any) -> list[object]:
-    """Return the keys that lead to a value in a body, without pydantic's names of types."""
+    """Return the keys that lead to a value in a body, without pydantic's names of types.
+
+    A key of a value without members, before another key of the same object, names a type.
+    """
     path = []
-    for key in problem["loc"]:
+    for key, following in zip(problem["loc"], (*problem["loc"][1:], None), strict=True):
         inside = isinstance(body, dict) and key in body
+        if inside and following in body and not isinstance(body[key], (dict, list)):
+            continue
         if inside or (isinstance(body, list) and isinstance(key, int)):
             body = body[key]
             path.append(key)
