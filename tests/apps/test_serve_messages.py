@@ -104,9 +104,11 @@ def test_a_round_with_tools(server: Running) -> None:
 @pytest.mark.parametrize("exchange", CHATS, ids=lambda each: each.line)
 def test_the_chat_of_a_request(exchange: Exchange) -> None:
     base: dict[str, Any] = {"model": "small", "max_tokens": 9, "messages": [ASKED]}
-    chats = [MessagesRequest.model_validate({**base, **more}, context=99).chat_body([THINKS])
-             for more in ({}, exchange.given)]  # fmt: skip
-    assert chats[1] == {**chats[0], **json.loads(exchange.answer)}
+    plain, chat = (
+        MessagesRequest.model_validate(each, context=99).chat_body([THINKS])
+        for each in (base, {**base, **exchange.given})
+    )
+    assert chat == {**plain, **json.loads(exchange.answer)}
 
 
 def test_errors_of_the_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

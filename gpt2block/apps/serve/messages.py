@@ -51,7 +51,7 @@ class CachedFields(Fields):
 class TextBlock(CachedFields):
     type: Literal["text"]
     text: str
-    citations: list[object] | None = Field(None, max_length=0)
+    citations: Annotated[list[object] | None, Field(max_length=0)] = None
 
 
 class ThinkingBlock(CachedFields):
