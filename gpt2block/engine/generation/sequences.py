@@ -232,7 +232,7 @@ class TokenSequence:
     @property
     def _stopped(self) -> bool:
         """Whether the text contains a complete stop string."""
-        return self.stop_string is not None
+        return bool(self.ends.stop) and self._text.found is not None
 
     @property
     def full(self) -> bool:
