@@ -119,6 +119,7 @@ def test_errors_of_the_client(server: Running, monkeypatch: pytest.MonkeyPatch) 
             client.messages.create(**{**asked, "model": "x"})
         assert lost.value.type == "not_found_error"
         assert lost.value.request_id.startswith("req-")
+        assert server.requests(MESSAGES, 404) == 1
         image = {"type": "image", "source": {"type": "url", "url": "http://a.b"}}
         shown = [{"role": "user", "content": [image]}]
         with pytest.raises(anthropic.BadRequestError, match="'text', 'tool_result', got"):
