@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ pytest.importorskip("llguidance", reason="the extra tools is not installed")
 
 from gpt2block import from_pretrained
 from gpt2block.apps.serve import answers
+from gpt2block.apps.serve.message_events import MessageSent
 from gpt2block.apps.serve.messages import THINKS, MessagesRequest
 from tests.apps.test_serve_exchanges import ANSWERS, server_of
-from tests.exchanges import CHAT, MESSAGES, Exchange, exchanges
+from tests.apps.test_serve_responses import chunk_of
+from tests.exchanges import CHAT, MESSAGES, Exchange, exchanges, message_of
 from tests.serving import Running, exchanged, post, serving
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic, a client, is not installed")
@@ -27,6 +30,9 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength
 WEATHER = {"name": "get_weather", "description": "Get the weather of a city.",
            "input_schema": SCHEMA}  # fmt: skip
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+SEQUENCE: Any = SimpleNamespace(  # an answer that has ended
+    finish_reason="stop", stop_string=None, sampling=SimpleNamespace(seed=3)
+)
 ASKED = {"role": "user", "content": "How warm is it?"}
 
 
@@ -82,20 +88,20 @@ def test_texts_of_smollm2_are_those_of_chats() -> None:
 
 
 def test_a_round_with_tools(server: Running) -> None:
-    """The client's own stream has the answer; its blocks are history, with thoughts and results."""
+    """The client builds the same answer from a stream; its blocks are history."""
     ANSWERS.clear()
-    ANSWERS.extend([f"<think>Hm.</think>I look.\n{CALL}"] * 2 + ["It is 20 degrees."])
+    ANSWERS.extend([f"I look.\n{CALL}"] * 2 + ["It is 20 degrees."])
     asked: dict[str, Any] = {"model": "small", "max_tokens": 300, "tools": [WEATHER]}
     with client_of(server) as client:
         with client.messages.stream(messages=[ASKED], **asked) as stream:
             streamed = stream.get_final_message()
         answer = client.messages.create(messages=[ASKED], **asked)
-        assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+        assert [block.type for block in answer.content] == ["text", "tool_use"]
         for each, other in zip(answer.content, streamed.content, strict=True):
             assert each.model_dump(exclude={"id"}) == other.model_dump(exclude={"id"})
         assert answer.stop_reason == streamed.stop_reason == "tool_use"
-        assert answer.content[2].input == {"city": "Paris"}
-        result = {"type": "tool_result", "tool_use_id": answer.content[2].id, "content": "20"}
+        assert answer.content[1].input == {"city": "Paris"}
+        result = {"type": "tool_result", "tool_use_id": answer.content[1].id, "content": "20"}
         history = [ASKED, answer.to_param(), {"role": "user", "content": [result]}]
         found = client.messages.create(messages=history, **asked)
         assert (found.content[0].text, found.stop_reason) == ("It is 20 degrees.", "end_turn")
@@ -109,6 +115,22 @@ def test_the_chat_of_a_request(exchange: Exchange) -> None:
         for each in (base, {**base, **exchange.given})
     )
     assert chat == {**plain, **json.loads(exchange.answer)}
+
+
+def test_thinking_is_a_block_of_its_own() -> None:
+    """Parts of chats with reasoning_content become events, and a message with the same blocks."""
+    sent, whole = MessageSent("small", 5), MessageSent("small", 5)
+    deltas = [{"reasoning_content": "H"}, {"reasoning_content": "m."}, {"content": "Mild."},
+              {"reasoning_content": "Hm?"}]  # fmt: skip
+    chunks = [chunk_of(**delta) for delta in deltas]
+    for each in (sent, whole):
+        each.facts(SEQUENCE)
+    chunks[-1]["choices"][0]["finish_reason"] = "stop"
+    message = message_of((b"".join(map(sent.chunk, chunks)) + sent.end()).decode())
+    choices = [{"deltas": [each["choices"][0] for each in chunks]}]
+    assert whole.whole({**chunks[0], "choices": choices}) == {**message, "id": whole.result["id"]}
+    kinds = [(each["type"], each[each["type"]]) for each in message["content"]]
+    assert kinds == [("thinking", "Hm."), ("text", "Mild."), ("thinking", "Hm?")]
 
 
 def test_errors_of_the_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

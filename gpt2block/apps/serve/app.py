@@ -291,9 +291,7 @@ class Server:
         if not isinstance(body, MessagesRequest):
             return len(self._chat_prompt(chat, lambda text: None)[0])
         asked = self._chat(chat)
-        (ids,) = asked.prompts
-        before = bytes_of_ids(self.encoding, ids[-16:].tolist())
-        return replace(asked, sent=MessageSent(self.settings.name, len(ids), before))
+        return replace(asked, sent=MessageSent(self.settings.name, len(asked.prompts[0])))
 
     def _completion(self, body: CompletionRequest) -> PreparedRequest:
         n, top, new = body.n or 1, body.logprobs or 0, body.max_tokens

@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-import regex
 from pydantic_core import from_json
 
 from gpt2block.apps.serve.answers import server_sent, usage
-from gpt2block.apps.serve.messages import BEGIN, END
 from gpt2block.apps.serve.protocol import MESSAGES, ApiError, JsonObject
 from gpt2block.apps.serve.response_events import EventSent, new_id
 from gpt2block.engine.generation.sequences import TokenSequence
 
-AT_BEGIN, AT_END = map(regex.compile, (BEGIN, END))
 # Type of a block → type of its deltas, and the field of a delta that has a text
 DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"),
           "tool_use": ("input_json_delta", "partial_json")}  # fmt: skip
@@ -29,18 +26,16 @@ EMPTY: dict[str, JsonObject] = {"text": {"text": ""}, "thinking": {"thinking": "
 class MessageSent(EventSent):
     """Converts the chat completion of a request to a message, or its chunks to events.
 
-    count: number of tokens of the prompt. before: bytes of its last tokens, which show whether the
-    answer begins with thoughts.
+    count: number of tokens of the prompt.
     """
 
-    def __init__(self, model: str, count: int, before: bytes) -> None:
+    def __init__(self, model: str, count: int) -> None:
         self.result = {
             **{"id": new_id("msg"), "type": "message", "role": "assistant", "model": model},
             **{"content": [], "stop_reason": None, "stop_sequence": None},
             "usage": _usage(usage(count, 0)),
         }
         self._content: list[JsonObject] = self.result["content"]
-        self._thoughts = ThoughtReader(before.rstrip().endswith(BEGIN.encode()))
         self._input = ""  # JSON text of the input of the block in progress
         self._begun = self._open = False  # whether the stream has begun; a block is in progress
         self._reason = ""  # the choice's finish_reason
@@ -59,28 +54,26 @@ class MessageSent(EventSent):
         if chunk.get("usage"):
             self.result["usage"] = _usage(chunk["usage"])
         for choice in chunk["choices"]:
-            events += self._text(choice["delta"].get("content") or "")
+            events += self._text("thinking", choice["delta"].get("reasoning_content"))
+            events += self._text("text", choice["delta"].get("content"))
             for call in choice["delta"].get("tool_calls") or ():
                 events += self._call(call)
             self._reason = choice["finish_reason"] or self._reason
         return events
 
-    def _text(self, text: str, final: bool = False) -> list[JsonObject]:
-        """Return the events of more text. final: whether no text, or a call, follows it."""
-        events = list[JsonObject]()
-        for kind, more in self._thoughts.read(text, final):
-            if more and not (self._open and self._content[-1]["type"] == kind):
-                events += self._start({"type": kind, **EMPTY[kind]})
-            if more:
-                self._content[-1][kind] += more
-                events.append(self._delta(more))
-        return events
+    def _text(self, kind: Literal["text", "thinking"], more: str | None) -> list[JsonObject]:
+        """Return the events of more text of a kind."""
+        if not more:
+            return []
+        open = self._open and self._content[-1]["type"] == kind
+        events = [] if open else self._start({"type": kind, **EMPTY[kind]})
+        self._content[-1][kind] += more
+        return [*events, self._delta(more)]
 
     def _call(self, call: JsonObject) -> list[JsonObject]:
         """Return the events of a part of a tool call, which begins or continues a block."""
         events, function = list[JsonObject](), call["function"]
         if "id" in call:
-            events += self._text("", final=True)
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
             events += self._start(block)
         if more := function.get("arguments"):
@@ -110,7 +103,7 @@ class MessageSent(EventSent):
         return [*signature, self._of_block("stop")]
 
     def _end(self) -> list[JsonObject]:
-        events = [*self._text("", final=True), *self._close()]
+        events = self._close()
         sequence, reason, stop = self._sequence, REASONS[self._reason], None
         assert sequence is not None
         if sequence.finish_reason == "context":
@@ -130,40 +123,6 @@ class MessageSent(EventSent):
         """Return an event of the block in progress, or for "start" of the next block."""
         index = len(self._content) - (kind != "start")
         return {"type": f"content_block_{kind}", "index": index, **more}
-
-
-class ThoughtReader:
-    """Separates an answer into thoughts and text.
-
-    Thoughts begin with BEGIN at the beginning of the answer, and end with END, or with the answer.
-    begun: whether the answer begins after BEGIN.
-    """
-
-    def __init__(self, begun: bool) -> None:
-        self._next = AT_END if begun else AT_BEGIN  # the mark that may follow; None: no mark
-        self._held = ""  # text that may be the beginning of this mark
-
-    def read(self, piece: str, final: bool) -> list[tuple[str, str]]:
-        """Return pairs ("thinking" or "text", characters) that a further piece completes.
-
-        final: whether no text follows, which could complete a mark.
-        """
-        held, self._held, found = self._held + piece, "", []
-        if self._next is AT_BEGIN:
-            begin = AT_BEGIN.match(held, partial=not final)
-            if begin and begin.partial:
-                self._held = held
-                return []
-            self._next, held = (AT_END, held[begin.end() :]) if begin else (None, held)
-        if self._next is AT_END:
-            end = AT_END.search(held, partial=not final)
-            first = end.start() if end else len(held)
-            found.append(("thinking", held[:first]))
-            if not end or end.partial:
-                self._held = held[first:]
-                return found
-            self._next, held = None, held[end.end() :]
-        return [*found, ("text", held)]
 
 
 def _usage(usage: JsonObject) -> JsonObject:

@@ -24,8 +24,7 @@ from gpt2block.apps.serve.protocol import (
 )
 
 VERSIONS = "2023-06-01", "2026-10-21"  # supported values of the header anthropic-version
-BEGIN, END = "<think>", "</think>"  # marks that models write around their thoughts
-THINKS = "enable_thinking"  # variable with which chat templates turn thoughts on and off
+THINKS = "enable_thinking"  # variable with which chat templates turn thinking on and off
 # Regular expressions of names in errors about the chat request → names in the given request
 MESSAGE_FIELDS = {
     "response_format(.json_schema)?": "output_config.format",
@@ -117,7 +116,7 @@ class ToolChoiceFields(Fields):
 
 
 class ThinkingFields(Fields):
-    """The field thinking. budget_tokens has no effect: max_tokens limits thoughts, too."""
+    """The field thinking. budget_tokens has no effect: max_tokens limits thinking, too."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1024)
@@ -153,7 +152,7 @@ class CountRequest(Body):
         """Return the body of the chat request that has the same answer.
 
         variables: names of the variables that the chat template reads. Raises ApiError for a
-        conversation that ends with a call, and for thoughts that the template cannot turn on.
+        conversation that ends with a call, and for thinking that the template cannot turn on.
         """
         messages, choice, thinking = self._chat_messages(), self.tool_choice, self.thinking
         if messages[-1].get("tool_calls"):
@@ -202,7 +201,8 @@ class CountRequest(Body):
                 elif isinstance(block, TextBlock):
                     found[-1]["content"] += block.text
                 else:
-                    found[-1]["content"] += BEGIN + block.thinking + END
+                    before = found[-1].get("reasoning_content", "")
+                    found[-1]["reasoning_content"] = before + block.thinking
             if len(found) == first:
                 found.append({"role": message.role, "content": ""})
         return found
