@@ -6,13 +6,14 @@ Source: Anthropic, "API reference" (Messages); "Streaming messages".
 from __future__ import annotations
 
 import json
+import random
 from typing import Literal
 
 from pydantic_core import from_json
 
 from gpt2block.apps.serve.answers import server_sent, usage
 from gpt2block.apps.serve.protocol import MESSAGES, ApiError, JsonObject
-from gpt2block.apps.serve.response_events import EventSent, new_id
+from gpt2block.apps.serve.response_events import EventSent
 from gpt2block.engine.generation.sequences import TokenSequence
 
 # Type of a block → type of its deltas, and the field of a delta that has a text
@@ -31,8 +32,8 @@ class MessageSent(EventSent):
 
     def __init__(self, model: str, count: int) -> None:
         self.result = {
-            **{"id": new_id("msg"), "type": "message", "role": "assistant", "model": model},
-            **{"content": [], "stop_reason": None, "stop_sequence": None},
+            **{"id": f"msg_{random.getrandbits(192):048x}", "type": "message", "role": "assistant"},
+            **{"model": model, "content": [], "stop_reason": None, "stop_sequence": None},
             "usage": _usage(usage(count, 0)),
         }
         self._content: list[JsonObject] = self.result["content"]

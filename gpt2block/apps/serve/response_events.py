@@ -68,7 +68,7 @@ class ResponseSent(EventSent):
     def __init__(self, request: ResponsesRequest, model: str) -> None:
         repeated = {name: getattr(request, name) for name in REPEATED}
         self.result = {
-            **{"id": new_id("resp"), "object": "response", "created_at": int(time.time())},
+            **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
             **{"status": "in_progress", "background": False, "model": model, "output": []},
             "text": {"format": (request.text and request.text.format) or {"type": "text"},
                      "verbosity": "medium"},
@@ -122,7 +122,7 @@ class ResponseSent(EventSent):
         """Return the events of more text, with the log-probabilities of the tokens so far."""
         events = list[JsonObject]()
         if not self._in_message:
-            item = {"id": new_id("msg"), "type": "message", "role": "assistant", "content": []}
+            item = {"id": _id("msg"), "type": "message", "role": "assistant", "content": []}
             events += self._open(item)
             self._output[-1]["content"] = [_part()]
             events.append(self._of_item("content_part.added", content_index=0, part=_part()))
@@ -139,8 +139,8 @@ class ResponseSent(EventSent):
         """Return the events of a part of a tool call, which begins or continues a function call."""
         events, index, function = list[JsonObject](), call["index"], call["function"]
         if index not in self._calls:
-            item = {"id": new_id("fc"), "type": "function_call", "call_id": call["id"]}
-            events += self._open({**item, "name": function["name"], "arguments": ""})
+            events += self._open({"id": _id("fc"), "type": "function_call", "call_id": call["id"],
+                                  "name": function["name"], "arguments": ""})  # fmt: skip
             self._calls[index] = len(self._output) - 1
         if self._calls[index] != len(self._output) - 1:
             raise ValueError(f"tool call {index}: expected its parts before the next item")
@@ -204,7 +204,7 @@ def _part() -> JsonObject:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def new_id(prefix: str) -> str:
+def _id(prefix: str) -> str:
     return f"{prefix}_{random.getrandbits(192):048x}"
 
 

@@ -225,14 +225,9 @@ class TokenSequence:
                 return
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that the text has reached first; None without one."""
-        return self._text.found if self.ends.stop else None
-
-    @property
     def _stopped(self) -> bool:
         """Whether the text contains a complete stop string."""
-        return bool(self.ends.stop) and self._text.found is not None
+        return bool(self.ends.stop) and self._text.stopped
 
     @property
     def full(self) -> bool:
@@ -289,6 +284,11 @@ class TokenSequence:
         self._decode()
         return "".join(self._pieces)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text; None if none has."""
+        return self._text.found if self.ends.stop else None
+
     def text_of(self, token: int) -> str:
         """Return the text of a single token; an incomplete character becomes U+FFFD."""
         return self._bytes([token]).decode(errors="replace")
@@ -324,6 +324,11 @@ class Text:
         self._stop, self._longest = stop, max(map(len, stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text contains a complete stop string."""
+        return self.found is not None
 
     def unsearched(self, data: bytes) -> str:
         """Decode the first bytes of a text, in which no stop strings are searched."""
