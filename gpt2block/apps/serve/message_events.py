@@ -16,9 +16,9 @@ from gpt2block.apps.serve.protocol import MESSAGES, ApiError, JsonObject
 from gpt2block.apps.serve.response_events import EventSent
 from gpt2block.engine.generation.sequences import TokenSequence
 
-# Type of a block → type of its deltas, and the field of a delta that has a text
+# Field of a block → type of its deltas, and the field of a delta that has a text
 DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"),
-          "tool_use": ("input_json_delta", "partial_json")}  # fmt: skip
+          "input": ("input_json_delta", "partial_json")}  # fmt: skip
 # finish_reason of a choice → stop_reason of a message, unless a stop string or the context ends it
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EMPTY: dict[str, JsonObject] = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}
@@ -37,7 +37,6 @@ class MessageSent(EventSent):
             "usage": _usage(usage(count, 0)),
         }
         self._content: list[JsonObject] = self.result["content"]
-        self._input = ""  # JSON text of the input of the block in progress
         self._begun = self._open = False  # whether the stream has begun; a block is in progress
         self._reason = ""  # the choice's finish_reason
         self._sequence: TokenSequence | None = None  # the sequence after its end
@@ -45,6 +44,17 @@ class MessageSent(EventSent):
     def facts(self, sequence: TokenSequence) -> dict[str, object]:
         self._sequence = sequence
         return {}
+
+    def whole(self, answer: JsonObject) -> JsonObject:
+        """Return the message.
+
+        An input that is cut has the members so far, as the package anthropic reads it in a stream.
+        """
+        message = super().whole(answer)
+        for block in self._content:
+            if "input" in block:
+                block["input"] = from_json(block["input"] or "{}", allow_partial=True)
+        return message
 
     def failure(self, error: ApiError) -> bytes:
         return server_sent(json.dumps(error.body(MESSAGES)), "error")
@@ -68,37 +78,31 @@ class MessageSent(EventSent):
             return []
         open = self._open and self._content[-1]["type"] == kind
         events = [] if open else self._start({"type": kind, **EMPTY[kind]})
-        self._content[-1][kind] += more
-        return [*events, self._delta(more)]
+        return [*events, self._add(kind, more)]
 
     def _call(self, call: JsonObject) -> list[JsonObject]:
         """Return the events of a part of a tool call, which begins or continues a block."""
         events, function = list[JsonObject](), call["function"]
         if "id" in call:
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": ""}
             events += self._start(block)
         if more := function.get("arguments"):
-            self._input += more
-            events.append(self._delta(more))
+            events.append(self._add("input", more))
         return events
 
     def _start(self, block: JsonObject) -> list[JsonObject]:
         """Close the block in progress, and append a new block. Return the events of both."""
-        events = [*self._close(), self._of_block("start", content_block={**block})]
+        empty = {**block, "input": {}} if "input" in block else {**block}
+        events = [*self._close(), self._of_block("start", content_block=empty)]
         self._content.append(block)
-        self._open, self._input = True, ""
+        self._open = True
         return events if len(self._content) > 1 else [*events, {"type": "ping"}]
 
     def _close(self) -> list[JsonObject]:
-        """End the block in progress. Return its last events.
-
-        An input that is cut has the members so far, as the package anthropic reads it in a stream.
-        """
+        """End the block in progress. Return its last events."""
         if not self._open:
             return []
         self._open, block = False, self._content[-1]
-        if block["type"] == "tool_use":
-            block["input"] = from_json(self._input or "{}", allow_partial=True)
         signed = {"type": "signature_delta", "signature": ""}
         signature = [self._of_block("delta", delta=signed)] if block["type"] == "thinking" else []
         return [*signature, self._of_block("stop")]
@@ -116,8 +120,10 @@ class MessageSent(EventSent):
         told = {"type": "message_delta", "delta": end, "usage": self.result["usage"], **facts}
         return [*events, told, {"type": "message_stop"}]
 
-    def _delta(self, text: str) -> JsonObject:
-        kind, name = DELTAS[self._content[-1]["type"]]
+    def _add(self, field: str, text: str) -> JsonObject:
+        """Add a text to a field of the block in progress. Return the event."""
+        self._content[-1][field] += text
+        kind, name = DELTAS[field]
         return self._of_block("delta", delta={"type": kind, name: text})
 
     def _of_block(self, kind: Literal["start", "delta", "stop"], **more: object) -> JsonObject:
