@@ -18,6 +18,7 @@ types = pytest.importorskip("openai.types.responses", reason="openai, a client, 
 
 FILE = Path(__file__).parent / "golden" / "serve.txt"
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 ABSENT = "(absent)"
 VARYING = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "seed"}
 KINDS = {get_args(kind.model_fields["type"].annotation)[0]: kind
@@ -46,7 +47,7 @@ class Exchange(NamedTuple):
     @property
     def streams(self) -> bool:
         """Whether the answer may also be streamed."""
-        may = self.path in (COMPLETION, CHAT, RESPONSES) and self.method == "POST"
+        may = self.path in (COMPLETION, CHAT, RESPONSES, MESSAGES) and self.method == "POST"
         return may and self.status == 200 and self.given.get("max_tokens") != 0
 
     def asked(self, running: Running, **more: Any) -> tuple[int, Any, str]:
@@ -230,3 +231,36 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         assert told == [token["token"] for token in part.get("logprobs", ())]
     assert named == [each["type"] for each in events[2:-1]]
     return response
+
+
+def message_of(sent: str) -> dict[str, Any]:
+    """Return the message that a client builds from the events of a stream, whose order is checked.
+
+    Source: Anthropic, "Streaming messages".
+    """
+    pairs = [event.split("\n") for event in sent.strip().split("\n\n")]
+    first, *inner, last, end = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    kinds = [each.pop("type") for each in (first, *inner, last, end)]
+    assert [name for name, _ in pairs] == [f"event: {kind}" for kind in kinds]
+    assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
+    message, opened, text = first["message"], False, ""
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    for number, (each, kind) in enumerate(zip(inner, kinds[1:-2], strict=True)):
+        assert (kind == "ping") == (number == 1)
+        if kind == "content_block_start":
+            assert (opened, each["index"]) == (False, len(message["content"]))
+            message["content"].append(each["content_block"])
+            text = ""
+        elif kind != "ping":
+            block = message["content"][-1]
+            assert (opened, each["index"]) == (True, len(message["content"]) - 1)
+            for name, value in each.get("delta", {}).items():
+                if name == "partial_json":
+                    text += value
+                elif name != "type":
+                    block[name] += value
+            if kind == "content_block_stop" and text.endswith("}"):
+                block["input"] = json.loads(text)
+        opened = kind != "content_block_stop"
+    assert not (inner and opened)
+    return {**message, **last.pop("delta"), **last}

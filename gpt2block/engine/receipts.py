@@ -47,6 +47,8 @@ SHA256_THREADS = 8
 # Fields that are for information, or that a check compares with the generated text.
 NOT_COMPARED = "gpt2block", "model", "gpus", "options", "tokens", "finish_reason", "logprobs"
 NAMES = "model", "finish_reason"  # fields of NOT_COMPARED that are strings or null
+# Beginnings of the types of events without a receipt in a stream of /v1/messages
+EVENTS = "message_start", "message_stop", "content_block_", "ping"
 SAMPLED = tuple(each.name for each in fields(Sampling) if each.name != "end_ids")
 _known: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()  # results of `identity`
 _hashes: dict[object, str] = {}  # hashes of weights by config and states of their files
@@ -255,7 +257,8 @@ def found_in(value: object, unended: dict[str, InputError] | None = None) -> Ite
     """Yield the receipts in a value or JSON: a receipt, a line of `map`, an answer, or a list.
 
     In the place of a receipt that is missing or cannot be read, an InputError is yielded. A choice
-    in an event of a stream has its receipt in a later event: until then, it is in `unended`.
+    in an event of a stream has its receipt in a later event: until then, it is in `unended`. Events
+    of /v1/messages other than `message_delta` are skipped.
     """
     unended, waiting = {} if unended is None else unended, [value]
     while waiting:
@@ -264,6 +267,8 @@ def found_in(value: object, unended: dict[str, InputError] | None = None) -> Ite
             waiting += reversed(value)
         elif isinstance(value, dict) and value.get("receipt") is not None:
             waiting.append(value["receipt"])
+        elif isinstance(value, dict) and str(value.get("type")).startswith(EVENTS):
+            continue
         elif isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
             for number, each in reversed([*enumerate(choices)]):
                 own = each if isinstance(each, dict) else {"receipt": each}

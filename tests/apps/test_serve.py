@@ -655,7 +655,7 @@ def test_a_step_that_fails_ends_its_requests_alone(
         engine.go.set()
         if method == "next":
             problem = "the engine failed: RuntimeError('out of everything')"
-            assert received(connection) == (500, protocol.ApiError(500, problem).body)
+            assert received(connection) == (500, protocol.ApiError(500, problem).body())
         status, found = received(waits)
         assert (status, found["choices"][0]["text"]) == (200, "bcd")
         assert running.metric("failed_steps_total") == 1

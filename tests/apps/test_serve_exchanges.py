@@ -26,12 +26,14 @@ from tests.apps import test_serve_embeddings as embeddings
 from tests.exchanges import (
     ABSENT,
     COMPLETION,
+    MESSAGES,
     RESPONSES,
     Exchange,
     completion_of,
     events_of,
     exchanges,
     match,
+    message_of,
     response_of,
     strict,
     types,
@@ -157,11 +159,15 @@ def check(running: Running, exchange: Exchange) -> None:
     elif kind.startswith("("):
         place, _, message = exchange.answer[1:].partition(") ")
         param, _, code = place.partition(", ")
-        error = json.loads(text)["error"]
+        found = json.loads(text)
+        error = found["error"]
         assert error["message"].isprintable()
         match(error["message"], message)
         server = "server_error" if status >= 500 else "invalid_request_error"
         wanted = {"type": server, "param": param or None, "code": code or None}
+        if exchange.path.startswith(MESSAGES):
+            wanted = {"type": place}
+            assert found == {"type": "error", "error": error}
         assert error == {"message": error["message"], **wanted}
     elif exchange.answer:
         match(json.loads(text), json.loads(exchange.answer))
@@ -180,6 +186,8 @@ def test_a_stream_is_the_whole(serves: Callable[[str], Running], exchange: Excha
     if exchange.path == RESPONSES:
         strict(types.Response, whole)
         stream = response_of(events_of(exchange.asked(running, **more)[2]))
+    elif exchange.path == MESSAGES:
+        stream = message_of(exchange.asked(running, **more)[2])
     else:
         usage = {"stream_options": {"include_usage": True}}
         stream = completion_of(exchange.asked(running, **more, **usage)[2])

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
 from gpt2block.apps.serve import answers, response_events, responses
+from gpt2block.apps.serve.messages import MessagesRequest
 from gpt2block.apps.serve.protocol import NEUTRAL, ApiError
 from gpt2block.errors import InputError
 from tests.exchanges import CHAT, RESPONSES, Exchange, events_of, exchanges
@@ -92,20 +93,24 @@ def test_a_stream_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -
     assert found["error"] == {"code": "server_error", "message": "the server has made an error"}
 
 
-def test_the_documentation_has_every_field() -> None:
+@pytest.mark.parametrize(
+    ("heading", "kind", "shared"),
+    [("Responses", responses.ResponsesRequest, NEUTRAL), ("Messages", MessagesRequest, {})],
+)
+def test_the_documentation_has_every_field(heading: str, kind: Any, shared: Any) -> None:
     page = Path(__file__).parents[2].joinpath("docs", "serve.md").read_text(encoding="utf-8")
-    table = page.partition("## Responses\n")[2].partition("\n## ")[0]
+    table = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     table = table.partition("| fields of a request |")[2]
     names = {name for line in table.splitlines() for name in
              re.findall("`([a-z_]+)`", line.partition(" | ")[0])}  # fmt: skip
-    kind = responses.ResponsesRequest
-    own = {name for name, values in kind.neutral.items() if values != NEUTRAL.get(name, "none")}
-    assert names == {*kind.model_fields, *own} - {"model"}
+    own = {name for name, values in kind.neutral.items() if values != shared.get(name, "none")}
+    fields = {field.alias or name for name, field in kind.model_fields.items()}
+    assert names | {"model"} == fields | own
 
 
 # --- conversions ----------------------------------------------------------------------------------
 
-CHATS = [each for each in exchanges() if each.method == "CHAT"]
+CHATS = [each for each in exchanges() if (each.method, each.path) == ("CHAT", RESPONSES)]
 
 
 def request_of(**fields: Any) -> responses.ResponsesRequest:

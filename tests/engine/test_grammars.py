@@ -98,6 +98,16 @@ def test_masks_of_several_texts_and_their_draft_tokens() -> None:
     np.testing.assert_array_equal(person.mask(), masks[0])  # the state of the matchers is unchanged
 
 
+@pytest.mark.parametrize("ends", [frozenset({END}), frozenset[int]()])
+@pytest.mark.parametrize("size", [287, 288, 289])
+def test_masks_of_vocabularies_around_a_multiple_of_32(size: int, ends: frozenset[int]) -> None:
+    grammar = Grammar.of(choice=["true"])
+    assert grammar is not None
+    matcher = vocabulary_of(ENCODING, size, ends).matcher(grammar)
+    matcher.accept([RANKS[b"t"]])
+    assert np.flatnonzero(unpacked(matcher.mask(), size)).tolist() == [RANKS[b"r"]]
+
+
 def test_masks_as_bits() -> None:
     allowed = np.random.default_rng(0).random((3, 70)) < 0.5
     masks = packed(allowed)

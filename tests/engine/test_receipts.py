@@ -6,9 +6,10 @@ import base64
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -280,24 +281,26 @@ def test_receipts_of_a_server(reuse: bool) -> None:
         def receipts_of(name: str, path: str, stream: bool) -> list[Any]:
             body = {"stop": ["q"], "temperature": 1.5, "seed": 3, "max_tokens": 9, "n": 2,
                     "receipt": True, "stream": stream, "prompt": name}  # fmt: skip
-            if path == "chat/completions":
+            if path != "completions":
                 del body["prompt"]
                 body["messages"] = [{"role": "user", "content": name}]
+            if path == "messages":
+                body = {**body, "model": "small", "temperature": 1, "stop_sequences": body["stop"]}
+                del body["stop"], body["n"]
             headers = {"Authorization": f"Bearer {KEYS[name]}"}
             status, answer = post(running, f"/v1/{path}", body, **headers)
             assert status == 200
-            events = answer.split("\n\n")[:-2] if stream else []
-            parts = [json.loads(event.removeprefix("data: ")) for event in events] or answer
-            return [*found_in(parts)]
+            events = re.findall("^data: ({.*)", answer, re.MULTILINE) if stream else []
+            return [*found_in([*map(json.loads, events)] or answer)]
 
-        asked = [*product(KEYS, ("completions", "chat/completions"), (False, True))]
+        asked = [*product(KEYS, ("completions", "chat/completions", "messages"), (False, True))]
         found = [*clients.map(lambda each: receipts_of(*each), asked)]
-    for (name, *_), receipts in zip(asked, found, strict=True):
-        assert len(receipts) == 2
+    for (name, path, _), receipts in zip(asked, found, strict=True):
+        assert len(receipts) == (1 if path == "messages" else 2)
         for each in receipts:
             assert name in bytes(each["prompt"]).decode()
             assert each["model"] == "small"
-    checks = dict(check_receipts(small().engine, BYTES, [each for two in found for each in two]))
+    checks = dict(check_receipts(small().engine, BYTES, [*chain(*found)]))
     assert {each.code for each in checks.values()} == {0}
 
 

@@ -73,8 +73,9 @@ def serve(
     """Serve a model over HTTP: for clients of OpenAI's protocol, and as a page for a browser.
 
     The page is at /. For clients there are /v1/models, /v1/completions, /v1/chat/completions,
-    /v1/responses, /v1/embeddings, /v1/rerank, /tokenize, /detokenize, /version, /health and
-    /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 25 s, and exits.
+    /v1/responses, /v1/messages, /v1/embeddings, /v1/rerank, /tokenize, /detokenize, /version,
+    /health and /metrics. On SIGTERM or Ctrl-C the server finishes running requests, for up to 25 s,
+    and exits.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     require_for("serve", model.model, *NEEDED)

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpt2block.apps.serve.log import log
-from gpt2block.apps.serve.protocol import ApiError, overloaded
+from gpt2block.apps.serve.protocol import MESSAGES, ApiError, overloaded
 from gpt2block.errors import printable, shown
 
 FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got both")
@@ -27,9 +27,10 @@ HEADERS = {
 }
 
 
-def error_response(error: ApiError, **headers: str) -> JSONResponse:
-    """Return the HTTP response for an error."""
-    return JSONResponse(error.body, error.status, {**HEADERS.get(error.status, {}), **headers})
+def error_response(error: ApiError, path: str = "", **headers: str) -> JSONResponse:
+    """Return the HTTP response for an error. path: of the request, which decides the format."""
+    headers = {**HEADERS.get(error.status, {}), **headers}
+    return JSONResponse(error.body(path), error.status, headers)
 
 
 def request_id(id: str = "") -> str:
@@ -60,8 +61,10 @@ class Access:
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status, named = message["status"], (b"x-request-id", state["id"].encode())
-                message = {**message, "headers": [*message.get("headers", ()), named]}
+                status, named = message["status"], [(b"x-request-id", state["id"].encode())]
+                if scope["path"].startswith(MESSAGES):
+                    named.append((b"request-id", state["id"].encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *named]}
             await send(message)
 
         try:
@@ -73,17 +76,19 @@ class Access:
                 log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
+        path = scope["path"]
         if not scope["http_version"].startswith("1."):
-            return error_response(OTHER_VERSION, connection="close")
+            return error_response(OTHER_VERSION, path, connection="close")
         if scope["state"].get("overloaded"):
-            return error_response(OVERLOADED)
+            return error_response(OVERLOADED, path)
         if "content-length" in headers and "transfer-encoding" in headers:
-            return error_response(FRAMED_TWICE, connection="close")
+            return error_response(FRAMED_TWICE, path, connection="close")
         host = headers.get("host", "")
         name = HOST.fullmatch(host.lower())
         if self._hosts and not (name and name[1] in self._hosts):
             names = f"{', '.join(self._hosts)} or another one by --allowed-host"
-            return error_response(ApiError(400, f"Host: expected {names}, got {shown(host)}"))
+            problem = f"Host: expected {names}, got {shown(host)}"
+            return error_response(ApiError(400, problem), path)
         return None
 
 

@@ -228,7 +228,7 @@ class Sent:
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last events of a stream that fails."""
-        return server_sent(json.dumps(error.body))
+        return server_sent(json.dumps(error.body()))
 
 
 class Form(ABC):

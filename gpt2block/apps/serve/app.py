@@ -43,8 +43,11 @@ from gpt2block.apps.serve.answers import (
 from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inputs_of
 from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.log import log, traceback_of
+from gpt2block.apps.serve.message_events import MessageSent
+from gpt2block.apps.serve.messages import MESSAGE_FIELDS, VERSIONS, CountRequest, MessagesRequest
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
+    MESSAGES,
     PART,
     ApiError,
     ChatRequest,
@@ -70,12 +73,13 @@ from gpt2block.apps.serve.tools import ToolChatForm, ToolUse
 from gpt2block.apps.serve.workers import Workers
 from gpt2block.cuda import doctor
 from gpt2block.engine.chat.template import ChatTemplate, RenderingTimeoutError
+from gpt2block.engine.chat.thinking import Thinking
 from gpt2block.engine.chat.tool_forms import FORMS
 from gpt2block.engine.chat.tool_forms.base import reads_tools
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.sequences import Sequences, TokenSequence
 from gpt2block.engine.model import Ids, in_groups
-from gpt2block.errors import CheckpointError, InputError
+from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids, special_id
 
@@ -139,6 +143,8 @@ class Server:
             self._route("/v1/completions", self.completions, CompletionRequest),
             self._route("/v1/chat/completions", self.chat, ChatRequest),
             self._route("/v1/responses", self.responses, ResponsesRequest),
+            self._route(MESSAGES, self.messages, MessagesRequest),
+            self._route(f"{MESSAGES}/count_tokens", self.messages, CountRequest),
             *play.routes(self._route),
             Route("/health", self.health),
             Route("/health/live", self.live),
@@ -187,15 +193,15 @@ class Server:
                         body = await self._parsed(request, kind)
                         response = await _while_there(request.receive, handler(request, body))
             except TimeoutError:
-                response = error_response(late())
+                response = error_response(late(), path)
             except _TooLargeError as error:
-                response = _EarlyResponse(error.body, error.status, {"connection": "close"})
+                response = _EarlyResponse(error.body(path), error.status, {"connection": "close"})
             except ApiError as error:
-                response = error_response(error)
+                response = error_response(error, path)
             except (InputError, CheckpointError) as error:
-                response = error_response(refused(error, kind.model_fields if kind else ()))
+                response = error_response(refused(error, kind.model_fields if kind else ()), path)
             except Exception as error:
-                response = error_response(self._fault(request, path, error))
+                response = error_response(self._fault(request, path, error), path)
             self.engine.note("answered", path, response.status_code, perf_counter() - begun)
             return response
 
@@ -212,12 +218,14 @@ class Server:
         if not self.keys:
             return request.client.host if request.client else ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = request.headers.get("x-api-key", "")
         data, keys = token.strip().encode(), self.keys.items()
         # Compare all keys, so that the time does not tell which key matches.
         names = [name for name, key in keys if hmac.compare_digest(data, key.encode())]
-        if scheme.lower() != "bearer" or not names:
+        if not names:
             problem = "the key: expected one of the server's, as in Authorization: Bearer KEY"
-            raise ApiError(401, problem, code="invalid_api_key")
+            raise ApiError(401, f"{problem} or x-api-key: KEY", code="invalid_api_key")
         return names[0]
 
     async def _parsed(self, request: Request, kind: type[Value]) -> Value:
@@ -265,6 +273,27 @@ class Server:
         asked = self._chat(validated(ChatRequest, chat_body(body), names, n_ctx))
         return replace(asked, sent=ResponseSent(body, self.settings.name))
 
+    async def messages(self, request: Request, body: CountRequest) -> Response:
+        version = request.headers.get("anthropic-version")
+        if version not in (None, *VERSIONS):
+            expected = " or ".join(VERSIONS)
+            raise ApiError(400, f"anthropic-version: expected {expected}, got {shown(version)}")
+        with named_as_given(ChatRequest.model_fields, MESSAGE_FIELDS):
+            found = await self.in_thread(request, self._message, body)
+            if isinstance(found, int):
+                return JSONResponse({"input_tokens": found})
+            return await self._answer(request, found)
+
+    def _message(self, body: CountRequest) -> PreparedRequest | int:
+        """Return the chat request that answers a message, or the count that a request asks for."""
+        with self._template(lambda text: None) as template:
+            fields = body.chat_body(template.names.variables)
+        chat = validated(ChatRequest, fields, self.settings.names, self.model.config.n_ctx)
+        if not isinstance(body, MessagesRequest):
+            return len(self._chat_prompt(chat, lambda text: None)[0])
+        asked = self._chat(chat)
+        return replace(asked, sent=MessageSent(self.settings.name, len(asked.prompts[0])))
+
     def _completion(self, body: CompletionRequest) -> PreparedRequest:
         n, top, new = body.n or 1, body.logprobs or 0, body.max_tokens
         if new == 0 and not body.echo:
@@ -288,16 +317,7 @@ class Server:
         top, logprobs = body.top_logprobs or 0, bool(body.logprobs)
         if top and not logprobs:
             raise invalid("top_logprobs: expected logprobs with it")
-        with self._template(partial(self._check_text, "messages")) as template:
-            arguments, messages = self._template_arguments(template, body), body.messages
-            use = ToolUse.of(body, template)
-            if use is not None:
-                messages, arguments = use.offered(template, messages, arguments)
-            text, places = template.placed(messages, **arguments)
-            thinking = template.thinking if use or not body.rule()[1] else None
-        thinking = thinking and thinking.after(text)
-        use = use and replace(use, thinking=thinking)
-        found = tokenizer.encode_chat(self.encoding, text, places)
+        found, use, thinking = self._chat_prompt(body, partial(self._check_text, "messages"))
         self._check_length(len(found), "messages")
         ids = np.array(found, np.int32)
         most = body.max_completion_tokens or body.max_tokens or self.model.config.n_ctx
@@ -307,6 +327,21 @@ class Server:
         form = ToolChatForm(*named, use, thinking, reasons) if marks else ChatForm(*named)
         starts = [AnswerChoice()] * len(sequences)
         return PreparedRequest(body, sequences, [ids], starts, form, logprobs)
+
+    def _chat_prompt(
+        self, body: ChatRequest, check: Callable[[str], None]
+    ) -> tuple[list[int], ToolUse | None, Thinking | None]:
+        """Return the prompt's token ids, the tools and the thinking. check: as for `_template`."""
+        with self._template(check) as template:
+            arguments, messages = self._template_arguments(template, body), body.messages
+            use = ToolUse.of(body, template)
+            if use is not None:
+                messages, arguments = use.offered(template, messages, arguments)
+            text, places = template.placed(messages, **arguments)
+            thinking = template.thinking if use or not body.rule()[1] else None
+        thinking = thinking and thinking.after(text)
+        use = use and replace(use, thinking=thinking)
+        return tokenizer.encode_chat(self.encoding, text, places), use, thinking
 
     def _template_arguments(self, template: ChatTemplate, body: TemplateFields) -> JsonObject:
         """Return the keyword arguments for `ChatTemplate.ids` that a chat request determines."""
@@ -655,4 +690,5 @@ async def _while_there(receive: Receive, work: Awaitable[Value]) -> Value:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     problems = {404: "there is no such address", 405: "another method is expected"}
     problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
-    return JSONResponse(ApiError(error.status_code, problem).body, error.status_code, error.headers)
+    refusal = ApiError(error.status_code, problem)
+    return error_response(refusal, request.url.path, **(error.headers or {}))

@@ -42,6 +42,11 @@ PART = 2**13  # list entries that are checked or written without releasing the G
 LONGEST_KEY = 100  # most characters of a key shown in an error
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # pattern of a token id written as a string
 KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # fields that `generate` names differently
+MESSAGES = "/v1/messages"  # path of the endpoint in Anthropic's protocol
+# Status → type of an error in Anthropic's protocol; "invalid_request_error" for any other status.
+# Source: Anthropic, "Claude API errors".
+MESSAGE_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+                  500: "api_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 ANYTHING = object()  # in place of a list of values: any value is accepted and ignored
 
 # Unsupported fields of requests, with their values that do not change the result and are accepted.
@@ -164,7 +169,7 @@ Texts = Annotated[list[Any], BeforeValidator(_texts)]
 
 
 class ApiError(Exception):
-    """An error in the format of OpenAI's API. param: the field of the request that is wrong."""
+    """An error to send to a client. param: the field of the request that is wrong."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -176,8 +181,11 @@ class ApiError(Exception):
         """Pickle all arguments, for another process."""
         return type(self), (self.status, self.message, self.param, self.code)
 
-    @property
-    def body(self) -> JsonObject:
+    def body(self, path: str = "") -> JsonObject:
+        """Return the body of the response to `path`: in Anthropic's format at MESSAGES."""
+        if path.startswith(MESSAGES):
+            kind = MESSAGE_ERRORS.get(self.status, "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": found}
@@ -450,8 +458,9 @@ class CompletionRequest(SampledRequest):
     echo: bool | None = False
 
 
-Messages = Annotated[list[Any], BeforeValidator(_values)]  # the chat template checks messages
-Variables = Annotated[JsonObject, BeforeValidator(_values)]
+Bounded = BeforeValidator(_values)
+Messages = Annotated[list[Any], Bounded]  # the chat template checks messages
+Variables = Annotated[JsonObject, Bounded]
 
 
 class TemplateFields(Body):
@@ -524,7 +533,7 @@ class ChatRequest(SampledRequest, TemplateFields):
     messages: Messages = Field(min_length=1)
     tools: Annotated[
         list[ToolFields] | None,
-        BeforeValidator(_values),
+        Bounded,
         _at_most(MAX_TOOLS, "tools"),
         AfterValidator(_with_names),
     ] = None
@@ -623,15 +632,22 @@ def _of_field(error: ValidationError, given: object) -> ApiError:
         return ApiError(400, f"{place}: expected, but missing", field)
     said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     said = said.partition(" or instance of ")[0]
+    said = re.sub("Input tag .* using '(.*)' .* tags:", r"expected a \1 of", said)
+    said = said.replace("Unable to extract tag using discriminator", "expected a field")
     said = re.sub("(List|Dictionary) should have (.*) after val.*", r"expected \2", said)
     return ApiError(400, f"{place}: {said}, got {shown(first['input'])}", field)
 
 
 def _place(problem: Any, body: Any) -> list[object]:
-    """Return the keys that lead to a value in a body, without pydantic's names of types."""
+    """Return the keys that lead to a value in a body, without pydantic's names of types.
+
+    A key of a value without members, before another key of the same object, names a type.
+    """
     path = []
-    for key in problem["loc"]:
+    for key, following in zip(problem["loc"], (*problem["loc"][1:], None), strict=True):
         inside = isinstance(body, dict) and key in body
+        if inside and following in body and not isinstance(body[key], (dict, list)):
+            continue
         if inside or (isinstance(body, list) and isinstance(key, int)):
             body = body[key]
             path.append(key)

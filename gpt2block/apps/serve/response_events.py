@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from abc import ABC, abstractmethod
 
 from gpt2block.apps.serve.answers import AnswerChoice, Form, Sent, TextOffsets, server_sent
 from gpt2block.apps.serve.protocol import ApiError, JsonObject
@@ -26,15 +27,47 @@ NULL = ("error", "incomplete_details", "usage", "completed_at", "conversation", 
         "previous_response_id", "prompt", "reasoning")  # fmt: skip
 
 
-class ResponseSent(Sent):
-    """Converts the chat completion of a request to a response, or its chunks to events.
+class EventSent(Sent, ABC):
+    """Base class of conversions of a chat completion to the object and the events of another API.
 
-    A whole completion is converted as the chunks of a stream, which ends with the same response.
+    A whole completion is converted as the chunks of a stream, which end with the same object.
     """
+
+    result: JsonObject  # the object; complete after `_end`
+
+    @abstractmethod
+    def _take(self, chunk: JsonObject) -> list[JsonObject]:
+        """Return the events of a chunk of the chat completion."""
+
+    @abstractmethod
+    def _end(self) -> list[JsonObject]:
+        """Return the last events of a stream."""
+
+    def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
+        return {"deltas": form.deltas(index, choice, logprobs, TextOffsets())}
+
+    def whole(self, answer: JsonObject) -> JsonObject:
+        for choice in answer["choices"]:
+            self._take({**answer, "choices": choice["deltas"]})
+        self._end()
+        return self.result
+
+    def chunk(self, found: JsonObject) -> bytes:
+        return self._written(self._take(found))
+
+    def end(self) -> bytes:
+        return self._written(self._end())
+
+    def _written(self, events: list[JsonObject]) -> bytes:
+        return b"".join(server_sent(json.dumps(event), event["type"]) for event in events)
+
+
+class ResponseSent(EventSent):
+    """Converts the chat completion of a request to a response, or its chunks to events."""
 
     def __init__(self, request: ResponsesRequest, model: str) -> None:
         repeated = {name: getattr(request, name) for name in REPEATED}
-        self._response: JsonObject = {
+        self.result = {
             **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
             **{"status": "in_progress", "background": False, "model": model, "output": []},
             "text": {"format": (request.text and request.text.format) or {"type": "text"},
@@ -51,25 +84,10 @@ class ResponseSent(Sent):
         self._usage: JsonObject | None = None
         self._sequence = 0  # number of events so far
 
-    def choice(self, form: Form, index: int, choice: AnswerChoice, logprobs: bool) -> JsonObject:
-        return {"deltas": form.deltas(index, choice, logprobs, TextOffsets())}
-
-    def whole(self, answer: JsonObject) -> JsonObject:
-        for choice in answer["choices"]:
-            self._take({**answer, "choices": choice["deltas"]})
-        self._end()
-        return self._response
-
-    def chunk(self, found: JsonObject) -> bytes:
-        return self._written(self._take(found))
-
-    def end(self) -> bytes:
-        return self._written(self._end())
-
     def failure(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
         events = self._begin()
-        self._response |= {
+        self.result |= {
             "status": "failed",
             "error": {"code": "server_error", "message": error.message},
             "output": [{**each, "status": "incomplete"} if each["status"] == "in_progress" else each
@@ -78,19 +96,17 @@ class ResponseSent(Sent):
         return self._written([*events, self._of_response("failed")])
 
     def _written(self, events: list[JsonObject]) -> bytes:
-        found = []
-        for event in events:
-            numbered = {**event, "sequence_number": self._sequence}
-            found.append(server_sent(json.dumps(numbered), event["type"]))
-            self._sequence += 1
-        return b"".join(found)
+        first = self._sequence
+        self._sequence += len(events)
+        return super()._written(
+            [{**event, "sequence_number": first + n} for n, event in enumerate(events)]
+        )
 
     def _begin(self) -> list[JsonObject]:
         """Return the first two events of a stream; none if they were returned before."""
         return [] if self._sequence else [*map(self._of_response, ("created", "in_progress"))]
 
     def _take(self, chunk: JsonObject) -> list[JsonObject]:
-        """Return the events of a chunk of the chat completion."""
         events = self._begin()
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
@@ -146,11 +162,10 @@ class ResponseSent(Sent):
         return events
 
     def _end(self) -> list[JsonObject]:
-        """Return the last events of a stream."""
         status = "incomplete" if self._reason == "length" else "completed"
         rest = not self._output or (self._in_message and self._logprobs)
         events = [*(self._text("") if rest else ()), *self._close(status)]
-        self._response |= {
+        self.result |= {
             "status": status,
             "incomplete_details": None if status == "completed" else {"reason": MAX_OUTPUT_TOKENS},
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -191,7 +206,7 @@ class ResponseSent(Sent):
         ]
 
     def _of_response(self, kind: str) -> JsonObject:
-        return {"type": f"response.{kind}", "response": {**self._response}}
+        return {"type": f"response.{kind}", "response": {**self.result}}
 
     def _of_item(self, kind: str, **more: object) -> JsonObject:
         """Return an event that contains the item in progress, or else the item's id."""

@@ -112,19 +112,20 @@ def chat_body(request: ResponsesRequest) -> JsonObject:
 
 
 @contextmanager
-def named_as_given(fields: Collection[str]) -> Iterator[None]:
-    """Raise errors about a field of the chat request again, with the name in ResponsesRequest.
+def named_as_given(fields: Collection[str], given: Mapping[str, str] = FIELDS) -> Iterator[None]:
+    """Raise errors about a field of the chat request again, with the name in the given request.
 
-    fields: names of the fields of ChatRequest. The position of a message in an error stays: it
-    counts the messages made from `instructions` and `input`.
+    fields: names of the fields of ChatRequest. given: regular expressions of names in errors → the
+    names in the given request. The position of a message in an error stays: it counts the messages
+    of the chat request.
     """
     try:
         yield
     except (ApiError, InputError) as error:
         refusal = error if isinstance(error, ApiError) else refused(error, fields)
-        own = FIELDS.get(refusal.param or "", refusal.param)
-        names = "|".join(FIELDS)
-        message = re.sub(rf"^({names})\b", lambda name: FIELDS[name[0]], refusal.message)
+        own, message = given.get(refusal.param or "", refusal.param), refusal.message
+        for name, in_given in given.items():
+            message = re.sub(rf"^{name}\b", in_given, message)
         param = own and own.partition(".")[0]
         raise ApiError(refusal.status, message, param, refusal.code) from error
 

@@ -284,6 +284,11 @@ class TokenSequence:
         self._decode()
         return "".join(self._pieces)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text; None if none has."""
+        return self._text.found if self.ends.stop else None
+
     def text_of(self, token: int) -> str:
         """Return the text of a single token; an incomplete character becomes U+FFFD."""
         return self._bytes([token]).decode(errors="replace")
@@ -311,13 +316,19 @@ class Text:
     """Incremental UTF-8 decoder that does not yet return text that may begin a stop string.
 
     The text ends before the stop string that is completed first, for any division of the bytes.
+    found: this stop string; None before.
     """
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
-        self.stopped = False
+        self.found: str | None = None
         self._stop, self._longest = stop, max(map(len, stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text contains a complete stop string."""
+        return self.found is not None
 
     def unsearched(self, data: bytes) -> str:
         """Decode the first bytes of a text, in which no stop strings are searched."""
@@ -325,13 +336,12 @@ class Text:
 
     def add(self, data: bytes, final: bool = False) -> str:
         """Decode `data` and return the text that cannot be part of a stop string."""
-        if self.stopped:
+        if self.found is not None:
             return ""
         self._held += self._decoder.decode(data, final)
-        stops = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
+        stops = [(i + len(s), i, s) for s in self._stop if (i := self._held.find(s)) >= 0]
         if stops:
-            self.stopped = True
-            certain = min(stops)[1]
+            _, certain, self.found = min(stops)
         else:
             certain = len(self._held) - (0 if final else self._possible_stop())
         text, self._held = self._held[:certain], self._held[certain:]

@@ -126,7 +126,9 @@ class Matcher:
         return mask
 
     def _next_mask(self) -> Mask:
-        return np.frombuffer(self.state.compute_bitmask(), np.int32)
+        # llguidance appends an empty word if the number of its tokens is a multiple of 32.
+        words = mask_words(self.vocab_size + (not self._has_end))
+        return np.frombuffer(self.state.compute_bitmask(), np.int32, words)
 
     def forced(self) -> list[int]:
         """Return the tokens into which an encoder divides the bytes that the grammar forces next.
