@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,14 +47,26 @@ def server() -> Iterator[Running]:
         yield running
 
 
+USER = [{"role": "user", "content": "Paris?"}]
+SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 3}
+PROMPT: dict[str, Any] = {"model": "smollm2", "messages": USER, "system": "Answer briefly."}
+AS_CHAT = {"messages": [{"role": "system", "content": "Answer briefly."}, *USER], **SAMPLING}
+
+
+@contextmanager
+def serving_smollm2() -> Iterator[tuple[Running, Any]]:
+    loaded = from_pretrained("smollm2", device="cpu")
+    with (
+        serving(loaded, loaded.tokenizer, names=("smollm2",), rows=4) as running,
+        client_of(running) as client,
+    ):
+        yield running, client
+
+
 @pytest.mark.usefixtures("smollm2_files")
 def test_texts_of_smollm2_are_those_of_chats() -> None:
-    """Messages, streams and asynchronous clients have the texts and calls of chats."""
-    loaded, user = from_pretrained("smollm2", device="cpu"), [{"role": "user", "content": "Paris?"}]
-    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 3}
-    prompt = {"model": "smollm2", "messages": user, "system": "Answer briefly."}
-    asked: dict[str, Any] = {**prompt, "max_tokens": 6, "extra_body": sampling}
-    own = {"type": "tool", "name": "get_weather"}
+    """Messages, streams and asynchronous clients have the texts of chats."""
+    asked: dict[str, Any] = {**PROMPT, "max_tokens": 4, "extra_body": SAMPLING}
 
     async def said(running: Running) -> Any:
         async with client_of(running, anthropic.AsyncAnthropic) as client:
@@ -61,29 +74,31 @@ def test_texts_of_smollm2_are_those_of_chats() -> None:
             async with stream as events:
                 return await client.messages.create(**asked), await events.get_final_message()
 
-    with (
-        serving(loaded, loaded.tokenizer, names=("smollm2",), rows=4) as running,
-        client_of(running) as client,
-    ):
-        chat = {"messages": [{"role": "system", "content": "Answer briefly."}, *user], **sampling}
-        expected = post(running, CHAT, {**chat, "max_tokens": 6})[1]
+    with serving_smollm2() as (running, client):
+        expected = post(running, CHAT, {**AS_CHAT, "max_tokens": 4})[1]
         usage = expected["usage"]
         for each in (client.messages.create(**asked), *asyncio.run(said(running))):
             (block,) = each.content
             assert block.text == expected["choices"][0]["message"]["content"]
-            assert (each.stop_reason, each.usage.output_tokens) == ("max_tokens", 6)
+            assert (each.stop_reason, each.usage.output_tokens) == ("max_tokens", 4)
             reused = each.usage.cache_read_input_tokens
             assert each.usage.input_tokens + reused == usage["prompt_tokens"]
-        assert client.messages.count_tokens(**prompt).input_tokens == usage["prompt_tokens"]
-        (call,) = client.messages.create(
-            **{**asked, "max_tokens": 40}, tools=[WEATHER], tool_choice=own
-        ).content
-        function = {**WEATHER, "parameters": SCHEMA}
-        del function["input_schema"]
-        tool = {"type": "function", "function": function}
-        choice = {"type": "function", "function": {"name": "get_weather"}}
+        assert client.messages.count_tokens(**PROMPT).input_tokens == usage["prompt_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("smollm2_files")
+def test_calls_of_smollm2_are_those_of_chats() -> None:
+    asked: dict[str, Any] = {**PROMPT, "max_tokens": 40, "extra_body": SAMPLING}
+    function = {**WEATHER, "parameters": SCHEMA}
+    del function["input_schema"]
+    tool = {"type": "function", "function": function}
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    with serving_smollm2() as (running, client):
+        own = {"type": "tool", "name": "get_weather"}
+        (call,) = client.messages.create(**asked, tools=[WEATHER], tool_choice=own).content
         more = {"max_tokens": 40, "tools": [tool], "tool_choice": choice}
-        (made,) = post(running, CHAT, {**chat, **more})[1]["choices"][0]["message"]["tool_calls"]
+        (made,) = post(running, CHAT, {**AS_CHAT, **more})[1]["choices"][0]["message"]["tool_calls"]
         assert (call.name, call.input) == ("get_weather", json.loads(made["function"]["arguments"]))
 
 
