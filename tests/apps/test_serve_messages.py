@@ -38,7 +38,7 @@ ASKED = {"role": "user", "content": "How warm is it?"}
 
 
 def client_of(running: Running, kind: Any = anthropic.Anthropic) -> Any:
-    return kind(base_url=running.url, api_key="any", max_retries=0, timeout=60)
+    return kind(base_url=running.url, api_key="any", max_retries=0, timeout=300)
 
 
 @pytest.fixture(scope="module")
