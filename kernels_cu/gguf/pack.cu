@@ -17,6 +17,7 @@
 //   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i: code i of sub-block s
 //   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes, byte i of low[64]: i, i + 64;
 //                                                                   byte i of upper[32]: i, i + 32, i + 64, i + 96
+//   INT4     d and z[4]                     low[16]     in no file: rows that files/checkpoints/four_bit.py writes
 //
 // A code takes one or two loads of a byte, whose cache lines stay in L1. The number of these loads bounds the kernel,
 // not the memory bandwidth. The copy of the bytes from the host takes several times as long as the kernel.
@@ -36,7 +37,7 @@ typedef gguf::Part<GGUF_TYPE> Part;
 
 constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights per block
 constexpr int BLOCK_BYTES = Part::BYTES / gguf::ROW_GROUP * SIZE / (Part::UNITS * gguf::UNIT);
-constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales per lane
+constexpr int SCALE = Part::WIDE || Part::MINIMUM || Part::ZERO ? 4 : 2;  // bytes of scales per lane
 constexpr int MAX_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
 constexpr int FARTHEST = MAX_CODE > Part::OFFSET ? MAX_CODE : Part::OFFSET;  // largest |code - OFFSET|
 
@@ -104,6 +105,9 @@ __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int 
         return max(first, magnitude(d, (float)(signed char)b[193 + 2 * i], 0.0f));
     } else if constexpr (Part::WIDE) {
         return magnitude(gguf::floats_of(b.four(0)), (float)b.six(i, false), (float)b.six(i, true));
+    } else if constexpr (Part::ZERO) {
+        const float d = __int_as_float((int)(b.four(0) & ~255u));
+        return magnitude({d, d}, 1.0f, (float)(b.four(0) & 255u));
     } else {
         return magnitude(gguf::floats_of(Part::MINIMUM ? b.four(0) : b.two(0)), 1.0f, 1.0f);
     }

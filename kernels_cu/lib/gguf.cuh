@@ -1,4 +1,4 @@
-// Weights in the quantized formats of GGUF files: integer codes q of 4 to 8 bits, with scales.
+// Weights in quantized blocks, as in GGUF files: integer codes q of 4 to 8 bits, with scales.
 //
 //            block  sub-blocks  a weight             bits of q
 //   Q4_0     32     1           d (q - 8)            4
@@ -9,8 +9,10 @@
 //   Q4_K     256    8           d s q - dmin m       4      d and dmin: one of each per block
 //   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, per sub-block of 32
 //   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
+//   INT4     32     1           d (q - z)            4      z: an integer from 0 to 16; not a type of GGUF files
 //
-// d, m of Q4_1 and Q5_1, and dmin are float16. gguf.py in gpt2block/models/weights reorders the bytes of a file into
+// d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 is a float32 whose low 8 bits hold z: d has 11 significant bits
+// at most, as it was a float16 or bfloat16 number. gguf.py in gpt2block/models/weights reorders the bytes of a file into
 // the fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32
 // values along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values.
 // Two such pairs are the lane's operand of one mma instruction.
@@ -37,7 +39,7 @@
 
 namespace gguf {
 
-enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4 };
 
 constexpr int UNIT = 128, ROW_GROUP = 8;
 
@@ -60,8 +62,9 @@ __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigne
 // A lane's part of a GGUF tile (8 rows by 128 values along K): 32 weights of one row.
 template <int TYPE>
 struct Part {
-    static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // WIDE: blocks of 256; HALVES: sub-blocks of 16
-    static constexpr bool INTEGERS = WIDE && !HALVES;  // scale s is an integer; code * s is exact in float16
+    static constexpr bool INTEGERS = TYPE == Q4_K || TYPE == Q5_K;  // scale s is an integer; code * s is exact in float16
+    static constexpr bool HALVES = TYPE == Q6_K, WIDE = INTEGERS || HALVES;  // HALVES: sub-blocks of 16; WIDE: blocks of 256
+    static constexpr bool ZERO = TYPE == INT4;                               // a block has an integer z
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
@@ -69,11 +72,11 @@ struct Part {
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
     static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane with high bits
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
-    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
+    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = HALVES ? 18 : WIDE || MINIMUM || ZERO ? 16 : 8;
     static constexpr int SCALE_BYTES = ROW_GROUP * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
-    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes of scales that a lane loads
-    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() returns codes divided by FINE
+    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM || ZERO ? 4 : 2;  // bytes of scales that a lane loads
+    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;  // codes() returns codes divided by FINE
 
     Vec<W, 16> low[VECTORS];
     Vec<W, HIGH> high;
@@ -114,8 +117,8 @@ struct Part {
     }
 
     // Scales that lane 4 g + t computes for a unit of 128 values: the scales of chunk t (32 values) of row g. by: with
-    // INTEGERS, s * 2^9 and s * 2^5 as float16. first: factor d of the chunk; for Q6_K, `first` and `second` are d * s
-    // of the chunk's two halves.
+    // INTEGERS, s * 2^9 and s * 2^5 as float16; with ZERO, z in both halves. first: factor d of the chunk; for Q6_K,
+    // `first` and `second` are d * s of the chunk's two halves.
     struct Own {
         float first, second;
         unsigned by;
@@ -130,6 +133,9 @@ struct Part {
             const unsigned s = own_byte(unit % 2 ? scale.raw.z : scale.raw.y, 0x64646464u) & 0xff3fff3fu;  // 1024 + s
             const unsigned far = fma2_fp16(s, 0x50005000u, 0xf800f800u);  // 2^5 (1024 + s) - 2^15
             return {0.0f, 0.0f, fma2_fp16(far, 0x3c004c00u, 0x80008000u)};
+        } else if constexpr (ZERO) {
+            const unsigned both = (unsigned)scale.raw;
+            return {__int_as_float((int)(both & ~255u)), 0.0f, (both & 255u) * 0x10001u};
         } else {
             return {floats_of((unsigned)scale.raw).x, 0.0f, 0u};
         }
@@ -155,11 +161,16 @@ struct Part {
         }
     }
 
-    // Computes the lane's codes of a chunk (32 values) minus OFFSET, as pairs of float16 in the order of K. With
-    // INTEGERS, codes are multiplied by s / FINE, which is exact. by: Own::by of the lane that holds the chunk's
-    // scales.
+    // Returns Own::by of the lane that holds the scales of a chunk (32 values), with which codes() computes the chunk.
+    __device__ __forceinline__ static unsigned by_of(const Own& own, int chunk) {
+        return INTEGERS || ZERO ? of_lane(own.by, chunk) : 0u;
+    }
+
+    // Computes the lane's codes of a chunk (32 values) minus OFFSET, or with ZERO minus z, as pairs of float16 in the
+    // order of K. With INTEGERS, codes are multiplied by s / FINE, which is exact. by: by_of() the chunk.
     __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
-        constexpr unsigned NEAR = 0xe400e400u + OFFSET * 0x10001u, FAR = 0xd400d400u + OFFSET * 0x100010u;
+        const unsigned offset = ZERO ? by : OFFSET * 0x10001u;  // as float16, NEAR is -1024 - offset, FAR -64 - offset
+        const unsigned NEAR = 0xe400e400u + offset, FAR = 0xd400d400u + offset * 16;
         if constexpr (BITS == 8) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -193,8 +204,8 @@ struct Part {
 
     // Factors from which halves() computes the float16 weights of chunk t, each in both halves of a word. With
     // INTEGERS: of[0] = s, of[1] = -(64 s + n) with n = dmin m / d, of[2] = the rounding error of dmin m, of[3] = d.
-    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. For other
-    // types: d, m.
+    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. With ZERO: d
+    // and its rounding error, z. For other types: d, m.
     struct Factors {
         unsigned of[4];
     };
@@ -223,6 +234,11 @@ struct Part {
             const float left = fmaf(of_block.x, floats_of(rounded).x - 64.0f * s, -least);
             return {{pack2_fp16(s, s), rounded ^ 0x80008000u, pack2_fp16(left, left),
                      __byte_perm(scale.raw.x, 0u, 0x1010)}};
+        } else if constexpr (ZERO) {
+            const Own all = own(unit);
+            const unsigned high = pack2_fp16(all.first, all.first);
+            const float more = all.first - floats_of(high).x;
+            return {{high, pack2_fp16(more, more), all.by, 0u}};
         } else {
             const unsigned halves = (unsigned)scale.raw;
             return {{__byte_perm(halves, 0u, 0x1010), __byte_perm(halves, 0u, 0x3232), 0u, 0u}};
@@ -230,10 +246,10 @@ struct Part {
     }
 
     // Computes the lane's four pairs of weights of a chunk as float16. The pairs are 8 apart along K. Each weight is
-    // rounded once. With HALVES and INTEGERS, `own` contains rounding errors; the correction by these errors is itself
-    // only exact to 2^-12 of the correction.
+    // rounded once. With HALVES, INTEGERS and ZERO, `own` contains rounding errors; the correction by these errors is
+    // itself only exact to 2^-12 of the correction.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
-        constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
+        constexpr int COUNT = INTEGERS || ZERO ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
         unsigned by[4];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) by[i] = of_lane(own.of[i], chunk);
@@ -250,12 +266,12 @@ struct Part {
                 pairs[i] = fma2_fp16(fma2_fp16(q, by[0], by[1]), own.of[3], by[2]);
             }
         } else {
-            codes(chunk, 0u, pairs);
+            codes(chunk, ZERO ? by[2] : 0u, pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = HALVES ? i / 2 * 2 : 0;
                 unsigned more = MINIMUM ? by[1] : 0x80008000u;
-                if (HALVES) more = fma2_fp16(pairs[i], by[half + 1], 0u);
+                if (HALVES || ZERO) more = fma2_fp16(pairs[i], by[half + 1], 0u);
                 pairs[i] = fma2_fp16(pairs[i], by[half], more);
             }
         }
@@ -266,9 +282,9 @@ struct Part {
         const Own own = this->own(unit);
         const End end = this->end();
         const float first = of_lane(own.first, chunk), second = of_lane(own.second, chunk);
-        const unsigned by_s = of_lane(own.by, chunk), least = of_lane(end.least[unit % UNITS], chunk);
+        const unsigned least = of_lane(end.least[unit % UNITS], chunk);
         unsigned pairs[4];
-        codes(chunk, by_s, pairs);
+        codes(chunk, by_of(own, chunk), pairs);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 q = floats_of(pairs[i]);

@@ -31,7 +31,7 @@ from gpt2block.emulator import emulated
 from gpt2block.emulator.ptx.engine import CHECKED
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.files.checkpoints.gguf_types import InBlocks
-from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
+from gpt2block.models.weights.gguf import INT4, TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.blocks_matmul import OPERATION as BLOCKS_MATMUL
@@ -53,6 +53,18 @@ MIXED = (("Q4_K", 48), ("Q6_K", 16), ("Q5_K", 16))
 K_OF = {32: 160, 256: 512}
 
 
+def decoded(raw: NDArray[np.uint8], name: str) -> NDArray[Any]:
+    """Return the weights (N, K) of rows of blocks: of GGUF by the package, of INT4 exactly."""
+    if name != INT4:
+        return dequantize(raw, gguf.GGMLQuantizationType[name])
+    blocks = raw.reshape(len(raw), -1, 20)
+    zero, scale = blocks[..., :1], blocks[..., :4].copy()
+    scale[..., 0] = 0
+    codes = np.concatenate([blocks[..., 4:] % 16, blocks[..., 4:] // 16], axis=-1)
+    exact = (codes.astype(np.float64) - zero) * scale.view(np.float32)
+    return exact.reshape(len(raw), -1)
+
+
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("N", [1, 8, 13])
 @pytest.mark.parametrize("blocks", [1, 3, 5])
@@ -60,7 +72,7 @@ def test_weights_are_those_that_the_package_decodes(name: str, N: int, blocks: i
     K = blocks * TYPES[name].size
     raw = random_blocks(name, N, K)
     packed = GgufMatrix.pack([(name, raw)], K)
-    expected = dequantize(raw, gguf.GGMLQuantizationType[name])
+    expected = decoded(raw, name)
     np.testing.assert_array_equal(packed.dequantized(), expected.T)
     ids = np.array([[0, N - 1], [N // 2, 0]])
     np.testing.assert_array_equal(packed[ids], expected[ids])
@@ -100,7 +112,8 @@ def test_a_gpu_packs_the_bytes_that_numpy_packs(
                 if scale != 1:
                     at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # offset of the scale
                     last = raw[-1, -TYPES[name].nbytes :]
-                    last[at : at + 2] = np.frombuffer(np.float16(-scale).tobytes(), np.uint8)
+                    number = (np.float32 if TYPES[name].zero else np.float16)(-scale).tobytes()
+                    last[at : at + len(number)] = np.frombuffer(number, np.uint8)
                 expected = GgufMatrix.pack([(name, raw)], K)
                 assert_same_blocks(packed_on_device([BlockRows.of(name, raw)], K), expected)
 
@@ -112,6 +125,7 @@ EXACT: list[Any] = [
     ("shuffled", MIXED, [1, 9], None),
     slow("reverse", (("Q8_0", 19),), [1, 9], "float16"),
     ("shuffled", (("Q5_1", 19),), [2], "float16"),
+    ("shuffled", ((INT4, 19),), [2, 9], None),
     ("turing", (("Q4_K", 19),), [1, 33], "float16"),
 ]
 EXACT += [
@@ -267,6 +281,7 @@ SEVERAL = "Q4_K", "Q6_K", "Q5_K"
     ("device", "types", "units", "products"),
     [
         ("shuffled", ("Q4_K",), 3, 2),
+        ("shuffled", (INT4,), 3, 2),
         slow("shuffled", SEVERAL[:2], 3, 1),
         slow("shuffled", SEVERAL, 3, None),
         *(
@@ -328,6 +343,7 @@ def test_products_have_no_race(M: int) -> None:
     [
         ("shuffled", MIXED),
         ("reverse", (("Q4_1", 19),)),
+        ("shuffled", ((INT4, 19),)),
         *(pytest.param("gpu", ((name, 19),), marks=GPU.marks) for name in TYPES),
         pytest.param("gpu", MIXED, marks=GPU.marks),
     ],

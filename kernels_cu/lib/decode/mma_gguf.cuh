@@ -167,7 +167,7 @@ struct Blocks {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned pairs[4];
-                parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
+                parts[i].codes(chunk, Part::by_of(own[i], chunk), pairs);
                 gguf::place(pairs, i, columns.value);
                 if (!Part::INTEGERS) by[i][0] = gguf::of_lane(own[i].first, chunk);
                 if (Part::HALVES) by[i][1] = gguf::of_lane(own[i].second, chunk);

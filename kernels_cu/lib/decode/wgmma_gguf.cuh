@@ -284,7 +284,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             unsigned pairs[4];
-            parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
+            parts[i].codes(chunk, Part::by_of(own[i], chunk), pairs);
             gguf::place(pairs, i, to);
         }
     }
