@@ -42,6 +42,8 @@ from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from tests.devices import EVERYWHERE, GPU, assert_same_bits, one_order, running_on, slow
+from tests.four_bit import LAYOUTS
+from tests.four_bit import write as write_four_bit
 from tests.gpus import cupy_with
 from tests.ops.test_operands import as_operand, assert_operand
 
@@ -389,7 +391,12 @@ def test_types_whose_blocks_have_as_many_bytes(where: str) -> None:
 
 
 def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
-    """Write a random model as GGUF. types: part of a matrix's name, or "" -> its type."""
+    """Write a random model as GGUF. types: part of a matrix's name, or "" -> its type.
+
+    If that of "" is one of `LAYOUTS`, write a Hugging Face checkpoint with matrices of 4 bits.
+    """
+    if types[""] in LAYOUTS:
+        return write_four_bit(folder, config, LAYOUTS[types[""]])[0]
     kind_of = LlamaWeights if isinstance(config, LlamaConfig) else GPT2Weights
     random: Any = kind_of.random(1, config)
     checkpoint = Checkpoint.open(save_pretrained(folder / "wide", random))
@@ -414,6 +421,8 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {
     "Q5_K and Q8_0": (LLAMA, {"attn_k": "Q8_0", "ffn_up": "F16", "": "Q5_K"}),
     "GPT-2 of Q5_0": (GPT, {"token_embd": "Q8_0", "": "Q5_0"}),
     "Q4_1": (LLAMA, {"": "Q4_1"}),
+    "awq": (LLAMA, {"": "awq"}),
+    "gptq in activation order": (LLAMA, {"": "gptq in activation order"}),
 }
 
 
@@ -433,6 +442,7 @@ def test_numpy_computes_with_the_numbers_of_the_file(name: str, tmp_path: Path) 
     [
         slow("shuffled", "Q4_K_M", None),
         slow("shuffled", "GPT-2 of Q5_0", None),
+        ("shuffled", "gptq in activation order", None),
         *(pytest.param("gpu", name, kv, marks=GPU.marks)
           for name in MODELS for kv in (None, "float8_e5m2")),
     ],

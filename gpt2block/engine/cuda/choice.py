@@ -210,6 +210,8 @@ class DecodingChoice:
             ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
             if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):
                 return set()
+            if any(w.input_order is not None for w in matrices):
+                return set()  # the kernel reads x in the model's order
             types.add((ranges[0][0][0], ranges[1][0][0]))
         return types
 

@@ -2,9 +2,10 @@
 
 A block has 32 weights, or 256 weights in sub-blocks. Each weight is an integer code of 4 to 8 bits;
 a block or sub-block has a scale and, for some types, a minimum. Blocks of the type "INT4", which is
-no type of GGUF files, have a zero point: they hold weights of `files.checkpoints.four_bit`. Kernels read the bytes in another
-order than a file has, which a diagram in kernels_cu/lib/gguf.cuh shows: a tile has 8 rows and 128
-inputs, and the codes for a lane of a warp are next to each other.
+no type of GGUF files, have a zero point and hold weights of `files.checkpoints.four_bit`.
+
+Kernels read the bytes in another order than a file has, which a diagram in kernels_cu/lib/gguf.cuh
+shows: a tile has 8 rows and 128 inputs, and the codes for a lane of a warp are next to each other.
 
 Source of the types: ggml's quantized types, as the package `gguf` describes them.
 """
@@ -87,7 +88,9 @@ class GgufMatrix(WeightMatrix):
 
     data: uint8 in the order of the kernels, NumPy or CuPy. ranges: (block type, number of outputs)
     for each range of outputs. inputs: K. x @ matrix and matrix[ids] decode some rows at a time.
-    scale: None, or scales of the outputs from `times`, which only prompts use.
+    scale: None, or scales of the outputs from `times`, which only prompts use. input_order: None,
+    or int32 (K,) in host memory: the blocks have the inputs in this order, and kernels read x after
+    `reference.operand` has put its channels in this order.
     """
 
     __array_ufunc__ = None  # makes NumPy call __rmatmul__ for x @ matrix
@@ -199,6 +202,8 @@ class GgufMatrix(WeightMatrix):
                 piece = unpack(on_host(row_groups[first : first + at_once]).ravel(), name, self.K)
                 begin = ROW_GROUP * first
                 piece = piece[: count - begin]
+                if self.input_order is not None:
+                    piece = piece[:, np.argsort(self.input_order)]
                 if self.scale is not None:
                     piece *= on_host(self.scale)[n + begin :][: len(piece), None]
                 yield n + begin, piece
