@@ -7,7 +7,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from gpt2block.cuda.formats import FILE, Formats, cache_option
+from gpt2block.cuda.formats import FILE, GGUF, Formats, cache_option
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.decoding_rules import ALL_FUSED, DecodingPlan, decoding_steps
 from gpt2block.engine.passes.executor import Outline, Step
@@ -98,6 +98,10 @@ class DecodingChoice:
         fuses = self._fusions(rows)
         plain = fuses.norms and "gamma_q" not in self.config.block_shapes()
         found = operands_of(dtype, rows, shapes, self.x_dtype is not None, plain)
+        stored = self.matrices["lm_head"].dtype
+        if found and self.formats.dtype == FILE and stored != GGUF:  # lm_head has no blocks
+            others = operands_of(stored, rows, {"w": head, "lm_head": head}, True)
+            found |= {name: each for name, each in others.items() if name == "lm_head"}
         if fuses.heads:  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found

@@ -64,7 +64,7 @@ _SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "awq": {"bits": (4,), "version": ("gemm",), "format": ("gemm",)},
     "compressed-tensors": {"format": ("pack-quantized",), "kv_cache_scheme": (None,),
                            "transform_config": (None, {})},
-    "config_groups": {"format": (None, "pack-quantized"), "input_activations": (None,),
+    "group": {"format": (None, "pack-quantized"), "input_activations": (None,),
                       "output_activations": (None,)},
     "weights": {"type": ("int",), "num_bits": (4,), "strategy": ("group", "channel"),
                 "dynamic": (False,)},
@@ -95,8 +95,8 @@ class Scheme(NamedTuple):
         _check("quant_method", method, tuple(_TENSORS))
         _check_settings(method, settings)
         if method == "compressed-tensors":
-            for group in dict(settings.get("config_groups") or {}).values():
-                _check_settings("config_groups", group)
+            for group in _object("config_groups", settings.get("config_groups")).values():
+                _check_settings("group", group)
                 _check_settings("weights", group.get("weights"))
         del config[KEY]
         formats = settings.get("checkpoint_format"), settings.get("format")
@@ -275,11 +275,15 @@ def _eights(words: np.ndarray) -> NDArray[np.uint8]:
     return np.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, 8)
 
 
+def _object(key: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{KEY}: {key}: expected an object, got {shown(value)}: {ADVICE}")
+    return value
+
+
 def _check_settings(kind: str, settings: object) -> None:
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{KEY}: {kind}: expected an object, got {shown(settings)}")
     for key, values in _SUPPORTED[kind].items():
-        _check(key, settings.get(key, values[0]), values)
+        _check(key, _object(kind, settings).get(key, values[0]), values)
 
 
 def _check(key: str, value: object, supported: tuple[object, ...]) -> None:
