@@ -79,7 +79,7 @@ def stored(layout: Layout, name: str, N: int, K: int) -> tuple[dict[str, Array],
     g = np.arange(K) // size
     if layout.ordered:
         g = np.random.default_rng(K).permutation(g)  # the same for q, k and v, and for gate and up
-    exact = scale.astype(np.float64)[:, g] * (q - zero[:, g])
+    exact = scale.astype(np.float64)[:, g] * (q - zero[:, g]) + 0.0  # zeros have no sign
     if layout.method == "compressed-tensors":
         found = {"weight_packed": words(q, 1), "weight_scale": scale,
                  "weight_shape": np.array([N, K])}  # fmt: skip

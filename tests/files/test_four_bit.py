@@ -17,7 +17,7 @@ from tests.command_line import printed
 from tests.devices import GPU, running_on
 from tests.four_bit import LAYOUTS, write
 from tests.ops.test_gguf_blocks import assert_same_blocks
-from tests.refusals import assert_same_tensors, refused
+from tests.refusals import assert_same_tensors, cases, refused
 
 SMALL = LlamaConfig(n_layer=2, n_head=8, n_kv_head=1, head_size=12, n_embd=64, n_ff=96, n_ctx=32,
                     vocab_size=29)  # fmt: skip
@@ -66,9 +66,12 @@ def test_info_names_the_scheme(tmp_path: Path) -> None:
     assert named in printed("info", written("activation order", tmp_path)[0])
 
 
-def changed(folder: Path, name: str, settings: dict[str, Any]) -> Path:
-    """Write a checkpoint with changed settings; "weights.", "group." begin those of a group."""
-    found, _ = written(name, folder)
+@pytest.mark.parametrize(("name", "settings", "words"), cases("schemes of 4 bits"))
+def test_schemes_are_refused_by_name(
+    name: str, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Settings that begin with "weights." or "group." are those of a group."""
+    found, _ = written(name, tmp_path)
     config = json.loads((found / "config.json").read_text())
     own = config["quantization_config"]
     group = own.get("config_groups", {}).get("group_0", {})
@@ -76,58 +79,19 @@ def changed(folder: Path, name: str, settings: dict[str, Any]) -> Path:
         part, _, last = key.rpartition(".")
         {"": own, "group": group, "weights": group.get("weights")}[part][last] = value
     (found / "config.json").write_text(json.dumps(config))
-    return found
+    refused(found, words, "convert the model to GGUF")
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "words"),
-    [
-        ("gptq", {"bits": 3}, "bits: expected 4, got 3"),
-        ("gptq", {"bits": 8}, "bits: expected 4, got 8"),
-        ("gptq", {"checkpoint_format": "marlin"}, "expected gptq or gptq_v2, got 'marlin'"),
-        ("gptq", {"is_marlin_format": True}, "is_marlin_format: expected False, got True"),
-        ("gptq", {"quant_method": "mxfp4"}, "awq or compressed-tensors, got 'mxfp4'"),
-        ("awq", {"version": "gemv"}, "version: expected gemm, got 'gemv'"),
-        ("awq", {"version": "marlin"}, "version: expected gemm, got 'marlin'"),
-        ("symmetric", {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
-        ("symmetric", {"format": "marlin-24"}, "expected pack-quantized, got 'marlin-24'"),
-        ("symmetric", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: expected None"),
-        ("symmetric", {"transform_config": {"r": 1}}, "transform_config: expected None or {}"),
-        ("symmetric", {"weights.num_bits": 8}, "num_bits: expected 4, got 8"),
-        ("symmetric", {"weights.type": "float"}, "type: expected int, got 'float'"),
-        ("symmetric", {"weights.strategy": "tensor"}, "expected group or channel, got 'tensor'"),
-        ("symmetric", {"group.input_activations": {"num_bits": 8}}, "input_activations: expected"),
-        ("symmetric", {"group.weights": None}, "weights: expected an object, got None"),
-        ("symmetric", {"config_groups": [1]}, "config_groups: expected an object, got [1]"),
-    ],
-)
-def test_schemes_are_refused_by_name(
-    name: str, settings: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    refused(changed(tmp_path, name, settings), words, "convert the model to GGUF")
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "array", "words"),
-    [
-        ("gptq", "qweight", np.zeros((12, 12), np.float32), "expected I32 (12, 12), got float32"),
-        ("gptq", "qzeros", np.zeros((2, 1), np.int32), "qzeros: expected I32 (3, 8), got I32"),
-        ("gptq", "scales", np.zeros((3, 64), np.float32), "expected float16 or bfloat16 (3, 64)"),
-        ("gptq", "scales", np.zeros((6, 64), np.float16), "96 inputs in 6 groups: expected groups"),
-        ("gptq", "g_idx", np.zeros(8, np.int32), "g_idx: expected I32 (96,), got I32 (8,)"),
-        ("gptq", "g_idx", np.zeros(96, np.int32), "expected 32 inputs in each of 3 groups"),
-        ("awq", "qweight", np.zeros(3, np.int32), "3 inputs in 3 groups"),
-        ("awq", "qzeros", None, "1 tensors missing: model.layers.0.mlp.down_proj.qzeros"),
-        ("symmetric", "weight_scale", None, "tensors missing: model.layers.0.mlp.down_proj.weight"),
-        ("symmetric", "weight_packed", np.zeros((64, 8), np.int32), "64 inputs in 3 groups"),
-    ],
-)
+@pytest.mark.parametrize(("name", "tensor", "array", "words"), cases("tensors of 4 bits"))
 def test_tensors_that_do_not_match(
-    name: str, tensor: str, array: Any, words: str, tmp_path: Path
+    name: str, tensor: str, array: list[Any] | None, words: str, tmp_path: Path
 ) -> None:
+    """A tensor has another dtype and shape, or is absent."""
     found, _ = written(name, tmp_path)
     tensors = load_file(found / "model.safetensors")
     place = f"model.layers.0.mlp.down_proj.{tensor}"
     del tensors[place]
-    save_file(tensors | ({} if array is None else {place: array}), found / "model.safetensors")
+    if array is not None:
+        tensors[place] = np.zeros(array[1:], array[0])
+    save_file(tensors, found / "model.safetensors")
     refused(found, words, read=lambda path: Checkpoint.open(path).nbytes_in_blocks)
