@@ -118,9 +118,9 @@ class StoredModel(ABC):
                 "use ",
                 Argument("dtype", "float16"),
             )
-        for name in self._matrices:
-            pair = [self._matrices.get(name[:-2] + each) for each in ("up", "gate")]
-            if name.endswith("w_up") and not np.array_equal(*(w and w.input_order for w in pair)):
+        for name, w in self._matrices.items():
+            gate = self._matrices.get(name.replace("w_up", "w_gate"), w)
+            if not np.array_equal(w.input_order, gate.input_order):
                 raise InputError(f"{name}: expected the order of inputs of w_gate, got another one")
         if not self.formats.allow_nonfinite:
             self._check_stream(largest)

@@ -129,10 +129,8 @@ def _operand(c: Call) -> Launch:
     c.check_addresses("x", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
-    kernel, channels = "operand_rows", ()
-    if c.channels is not None:
-        kernel = "operand_columns_narrow" if narrow else "operand_columns"
-        channels = (c.channels,)
+    channels = () if c.channels is None else (c.channels,)
+    kernel = "operand_columns" + "_narrow" * narrow if channels else "operand_rows"
     geometry = geometry._replace(kernel=kernel, grid=(c.rows, loads))
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
     args = (c.x, *channels, c.out, stored_scale(c.to_operand))

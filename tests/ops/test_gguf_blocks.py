@@ -55,7 +55,7 @@ MIXED = (("Q4_K", 48), ("Q6_K", 16), ("Q5_K", 16))
 K_OF = {32: 160, 256: 512}
 
 
-def decoded(raw: NDArray[np.uint8], name: str) -> NDArray[Any]:
+def decoded(raw: NDArray[np.uint8], name: str) -> Any:
     """Return the weights (N, K) of rows of blocks: of GGUF by the package, of INT4 exactly."""
     if name != INT4:
         return dequantize(raw, gguf.GGMLQuantizationType[name])

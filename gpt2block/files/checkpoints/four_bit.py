@@ -166,8 +166,8 @@ class FourBit(Stored):
         return tuple(self.tensors.values())
 
     @cached_property
-    def input_order(self) -> NDArray[np.int32] | None:
-        """Inputs sorted by their groups; None if the groups already follow each other."""
+    def input_order(self) -> Any:
+        """Inputs, int32 (K,), sorted by groups; None if the groups already follow each other."""
         *_, (name, axes) = _TENSORS[self.scheme.method].items()
         if axes != "K" or name not in self.tensors:
             return None

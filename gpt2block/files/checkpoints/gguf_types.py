@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +64,7 @@ class Encoded(Stored):
     def types(self) -> tuple[str, ...]:
         return (library().GGMLQuantizationType(self.kind).name,)
 
-    input_order = None  # inputs have the model's order
+    input_order: ClassVar[Any] = None  # inputs have the model's order
 
     @property
     def block_type(self) -> str:

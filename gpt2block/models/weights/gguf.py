@@ -447,9 +447,9 @@ def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
         d = np.ascontiguousarray(rest[..., 128:]).view(np.float16).astype(np.float32)
         return s * d[..., None], None
     if kind.zero:
-        both = rest.view(np.uint32).reshape(O, G, ROW_GROUP, 4)
-        scale = (both & ~np.uint32(255)).view(np.float32)
-        return scale, scale * (both & 255).astype(np.float32)
+        numbers = rest.view(np.uint32).reshape(O, G, ROW_GROUP, 4)
+        scale = (numbers & ~np.uint32(255)).view(np.float32)
+        return scale, scale * (numbers & 255).astype(np.float32)
     if kind.size == 32:
         halves = rest.view(np.float16).reshape(O, G, ROW_GROUP, 4, -1).astype(np.float32)
         return halves[..., 0], -halves[..., -1] if kind.minimum else None

@@ -51,7 +51,7 @@ class WeightMatrix(Composite):
     layout: str = "KN"
     largest: float | None = None
     share_of: int | None = field(default=None, kw_only=True)
-    input_order: NDArray[np.int32] | None = field(default=None, kw_only=True)
+    input_order: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_choices(self.dtype, self.layout)
