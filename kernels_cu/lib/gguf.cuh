@@ -204,8 +204,8 @@ struct Part {
 
     // Factors from which halves() computes the float16 weights of chunk t, each in both halves of a word. With
     // INTEGERS: of[0] = s, of[1] = -(64 s + n) with n = dmin m / d, of[2] = the rounding error of dmin m, of[3] = d.
-    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. With ZERO: d
-    // and its rounding error, z. For other types: d, m.
+    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. With ZERO: d,
+    // exact unless d was a bfloat16 number below 2^-14, and z. For other types: d, m.
     struct Factors {
         unsigned of[4];
     };
@@ -236,9 +236,7 @@ struct Part {
                      __byte_perm(scale.raw.x, 0u, 0x1010)}};
         } else if constexpr (ZERO) {
             const Own all = own(unit);
-            const unsigned high = pack2_fp16(all.first, all.first);
-            const float more = all.first - floats_of(high).x;
-            return {{high, pack2_fp16(more, more), all.by, 0u}};
+            return {{pack2_fp16(all.first, all.first), all.by, 0u, 0u}};
         } else {
             const unsigned halves = (unsigned)scale.raw;
             return {{__byte_perm(halves, 0u, 0x1010), __byte_perm(halves, 0u, 0x3232), 0u, 0u}};
@@ -246,10 +244,10 @@ struct Part {
     }
 
     // Computes the lane's four pairs of weights of a chunk as float16. The pairs are 8 apart along K. Each weight is
-    // rounded once. With HALVES, INTEGERS and ZERO, `own` contains rounding errors; the correction by these errors is
+    // rounded once. With HALVES and INTEGERS, `own` contains rounding errors; the correction by these errors is
     // itself only exact to 2^-12 of the correction.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
-        constexpr int COUNT = INTEGERS || ZERO ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
+        constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM || ZERO ? 2 : 1;
         unsigned by[4];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) by[i] = of_lane(own.of[i], chunk);
@@ -266,12 +264,12 @@ struct Part {
                 pairs[i] = fma2_fp16(fma2_fp16(q, by[0], by[1]), own.of[3], by[2]);
             }
         } else {
-            codes(chunk, ZERO ? by[2] : 0u, pairs);
+            codes(chunk, ZERO ? by[1] : 0u, pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = HALVES ? i / 2 * 2 : 0;
                 unsigned more = MINIMUM ? by[1] : 0x80008000u;
-                if (HALVES || ZERO) more = fma2_fp16(pairs[i], by[half + 1], 0u);
+                if (HALVES) more = fma2_fp16(pairs[i], by[half + 1], 0u);
                 pairs[i] = fma2_fp16(pairs[i], by[half], more);
             }
         }
