@@ -50,7 +50,7 @@ LAYOUTS = {
     "gptq of all inputs": Layout("gptq", group=0),
     "gptq in activation order": Layout("gptq", ordered=True),
     "gptq_v2": Layout("gptq", format="gptq_v2"),
-    "awq": Layout("awq"),
+    "awq": Layout("awq", group=128),
     "symmetric": Layout("compressed-tensors", dtype=ml_dtypes.bfloat16, symmetric=True),
     "asymmetric": Layout("compressed-tensors", dtype=ml_dtypes.bfloat16),
     "channels": Layout("compressed-tensors", group=0, symmetric=True),

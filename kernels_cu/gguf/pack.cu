@@ -18,6 +18,7 @@
 //   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes, byte i of low[64]: i, i + 64;
 //                                                                   byte i of upper[32]: i, i + 32, i + 64, i + 96
 //   INT4     d and z[4]                     low[16]     in no file: rows that files/checkpoints/four_bit.py writes
+//   INT4_128 d and z[4]                     low[64]     low: as in four blocks of INT4
 //
 // A code takes one or two loads of a byte, whose cache lines stay in L1. The number of these loads bounds the kernel,
 // not the memory bandwidth. The copy of the bytes from the host takes several times as long as the kernel.
@@ -35,7 +36,7 @@
 
 typedef gguf::Part<GGUF_TYPE> Part;
 
-constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights per block
+constexpr int SIZE = Part::WIDE ? 256 : Part::WHOLE ? 128 : 32;  // weights per block
 constexpr int BLOCK_BYTES = Part::BYTES / gguf::ROW_GROUP * SIZE / (Part::UNITS * gguf::UNIT);
 constexpr int SCALE = Part::WIDE || Part::MINIMUM || Part::ZERO ? 4 : 2;  // bytes of scales per lane
 constexpr int MAX_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
@@ -172,6 +173,8 @@ extern "C" __global__ void gguf_pack(
     W* scale = to + lane * SCALE;
     if constexpr (SCALE == 2) {
         *reinterpret_cast<unsigned short*>(scale) = own.two(0);
+    } else if constexpr (Part::WHOLE) {
+        if (t == 0) *reinterpret_cast<unsigned*>(to + lane) = own.four(0);
     } else if constexpr (!Part::WIDE) {
         *reinterpret_cast<unsigned*>(scale) = own.four(0);
     } else if (unit % 2 == 0) {

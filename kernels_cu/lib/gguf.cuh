@@ -10,9 +10,10 @@
 //   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, per sub-block of 32
 //   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
 //   INT4     32     1           d (q - z)            4      z: an integer from 0 to 16; not a type of GGUF files
+//   INT4_128 128    1           d (q - z)            4      as INT4
 //
 // d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 is a float32 whose low 8 bits hold z: d has 11 significant bits
-// at most, as it was a float16 or bfloat16 number. gguf.py in gpt2block/models/weights reorders the bytes of a file into
+// at most, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile. gguf.py in gpt2block/models/weights reorders the bytes of a file into
 // the fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32
 // values along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values.
 // Two such pairs are the lane's operand of one mma instruction.
@@ -39,7 +40,7 @@
 
 namespace gguf {
 
-enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4 };
+enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT4_128 };
 
 constexpr int UNIT = 128, ROW_GROUP = 8;
 
@@ -64,7 +65,7 @@ template <int TYPE>
 struct Part {
     static constexpr bool INTEGERS = TYPE == Q4_K || TYPE == Q5_K;  // scale s is an integer; code * s is exact in float16
     static constexpr bool HALVES = TYPE == Q6_K, WIDE = INTEGERS || HALVES;  // HALVES: sub-blocks of 16; WIDE: blocks of 256
-    static constexpr bool ZERO = TYPE == INT4;                               // a block has an integer z
+    static constexpr bool ZERO = TYPE >= INT4, WHOLE = TYPE == INT4_128;  // a block has z; and has all values of a unit
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
@@ -72,7 +73,7 @@ struct Part {
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
     static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane with high bits
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
-    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = HALVES ? 18 : WIDE || MINIMUM || ZERO ? 16 : 8;
+    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = HALVES ? 18 : WHOLE ? 4 : WIDE || MINIMUM || ZERO ? 16 : 8;
     static constexpr int SCALE_BYTES = ROW_GROUP * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
     static constexpr int SCALE = INTEGERS ? 16 : MINIMUM || ZERO ? 4 : 2;  // bytes of scales that a lane loads
@@ -104,7 +105,7 @@ struct Part {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) low[i] = read<16>(lows + 512 * i + lane * 16);
         if (HIGH_BYTES) high = read<HIGH>(highs + lane * HIGH);
-        const int of_lane = INTEGERS ? 0 : HALVES ? 8 * half + 2 * t : SCALE * t;
+        const int of_lane = INTEGERS || WHOLE ? 0 : HALVES ? 8 * half + 2 * t : SCALE * t;
         scale = read<SCALE>(scales + g * (HALVES ? 16 : ROW_SCALES) + of_lane);
         if (HALVES) d = read<2>(scales + 128 + g * 2);
     }
@@ -163,7 +164,7 @@ struct Part {
 
     // Returns Own::by of the lane that holds the scales of a chunk (32 values), with which codes() computes the chunk.
     __device__ __forceinline__ static unsigned by_of(const Own& own, int chunk) {
-        return INTEGERS || ZERO ? of_lane(own.by, chunk) : 0u;
+        return WHOLE ? own.by : INTEGERS || ZERO ? of_lane(own.by, chunk) : 0u;
     }
 
     // Computes the lane's codes of a chunk (32 values) minus OFFSET, or with ZERO minus z, as pairs of float16 in the

@@ -21,7 +21,7 @@ from tests.refusals import assert_same_tensors, cases, refused
 
 SMALL = LlamaConfig(n_layer=2, n_head=8, n_kv_head=1, head_size=12, n_embd=64, n_ff=96, n_ctx=32,
                     vocab_size=29)  # fmt: skip
-EVEN = LlamaConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, n_ff=96, n_ctx=32, vocab_size=29)
+EVEN = LlamaConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=128, n_ff=256, n_ctx=32, vocab_size=29)
 ids = np.arange(20) * 7 % 29
 
 

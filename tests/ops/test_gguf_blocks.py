@@ -31,7 +31,7 @@ from gpt2block.emulator import emulated
 from gpt2block.emulator.ptx.engine import CHECKED
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.files.checkpoints.gguf_types import InBlocks
-from gpt2block.models.weights.gguf import INT4, TYPES, GgufMatrix, random_blocks
+from gpt2block.models.weights.gguf import INT4, INT4_128, TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.blocks_matmul import OPERATION as BLOCKS_MATMUL
@@ -52,17 +52,18 @@ LLAMA = LlamaConfig(
 )
 GPT = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=96, vocab_size=101)
 MIXED = (("Q4_K", 48), ("Q6_K", 16), ("Q5_K", 16))
-K_OF = {32: 160, 256: 512}
+K_OF = {32: 160, 128: 384, 256: 512}
 
 
 def decoded(raw: NDArray[np.uint8], name: str) -> Any:
-    """Return the weights (N, K) of rows of blocks: of GGUF by the package, of INT4 exactly."""
-    if name != INT4:
+    """Return the weights (N, K) of rows of blocks: of GGUF by the package, others exactly."""
+    if not TYPES[name].zero:
         return dequantize(raw, gguf.GGMLQuantizationType[name])
-    blocks = raw.reshape(len(raw), -1, 20)
+    blocks = raw.reshape(len(raw), -1, TYPES[name].nbytes)
     zero, scale = blocks[..., :1], blocks[..., :4].copy()
     scale[..., 0] = 0
-    codes = np.concatenate([blocks[..., 4:] % 16, blocks[..., 4:] // 16], axis=-1)
+    low = blocks[..., 4:].reshape(*blocks.shape[:2], -1, 16)
+    codes = np.concatenate([low % 16, low // 16], axis=-1).reshape(*blocks.shape[:2], -1)
     exact = (codes.astype(np.float64) - zero) * scale.view(np.float32)
     return exact.reshape(len(raw), -1)
 
@@ -128,6 +129,7 @@ EXACT: list[Any] = [
     slow("reverse", (("Q8_0", 19),), [1, 9], "float16"),
     ("shuffled", (("Q5_1", 19),), [2], "float16"),
     ("shuffled", ((INT4, 19),), [2, 9], None),
+    ("shuffled", ((INT4_128, 19),), [2, 9], "float16"),
     ("turing", (("Q4_K", 19),), [1, 33], "float16"),
 ]
 EXACT += [
@@ -284,6 +286,8 @@ SEVERAL = "Q4_K", "Q6_K", "Q5_K"
     [
         ("shuffled", ("Q4_K",), 3, 2),
         ("shuffled", (INT4,), 3, 2),
+        ("hopper", (INT4,), 3, 2),
+        ("hopper", (INT4_128,), 3, 2),
         slow("shuffled", SEVERAL[:2], 3, 1),
         slow("shuffled", SEVERAL, 3, None),
         *(
@@ -346,6 +350,7 @@ def test_products_have_no_race(M: int) -> None:
         ("shuffled", MIXED),
         ("reverse", (("Q4_1", 19),)),
         ("shuffled", ((INT4, 19),)),
+        ("shuffled", ((INT4_128, 19),)),
         *(pytest.param("gpu", ((name, 19),), marks=GPU.marks) for name in TYPES),
         pytest.param("gpu", MIXED, marks=GPU.marks),
     ],

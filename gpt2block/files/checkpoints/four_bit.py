@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.files.checkpoints.stored import Stored
-from gpt2block.models.weights.gguf import INT4, TYPES, GgufMatrix, with_zeros
+from gpt2block.models.weights.gguf import INT4, INT4_128, TYPES, GgufMatrix, with_zeros
 from gpt2block.models.weights.gguf_packing import BlockRows
 
 if TYPE_CHECKING:
@@ -149,7 +149,10 @@ class FourBit(Stored):
     N: int = 0
     G: int = 1
     first: int = 0
-    block_type = INT4
+
+    @property
+    def block_type(self) -> str:
+        return INT4 if self.shape[1] // self.G % TYPES[INT4_128].size else INT4_128
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -182,32 +185,33 @@ class FourBit(Stored):
         return replace(self, shape=(end - begin, self.shape[1]), first=self.first + begin)
 
     def read_into(self, array: np.ndarray) -> None:
-        packed = GgufMatrix.pack([(INT4, self.read_blocks())], self.shape[1])
+        packed = GgufMatrix.pack([(self.block_type, self.read_blocks())], self.shape[1])
         for n, piece in replace(packed, input_order=self.input_order).pieces():
             array[n : n + len(piece)] = piece
 
     def read_blocks(self) -> NDArray[np.uint8]:
-        """Return the rows as blocks of INT4, (N, bytes per row). Raises CheckpointError."""
+        """Return the rows as blocks, uint8 (N, bytes per row). Raises CheckpointError."""
         return self._blocks(self._stored(), 0, self.shape[0])
 
     def block_rows(self) -> BlockRows:
         """Return the rows as blocks, which are computed when they are read."""
         stored, (N, K) = self._stored(), self.shape
-        of_row = K // _BLOCK * TYPES[INT4].nbytes
+        kind = TYPES[self.block_type]
+        of_row = K // kind.size * kind.nbytes
 
         def read(begin: int, array: NDArray[np.uint8]) -> None:
             row, skipped = divmod(begin, of_row)
             rows = self._blocks(stored, row, -(-(begin + len(array)) // of_row))
             array[...] = rows.reshape(-1)[skipped : skipped + len(array)]
 
-        return BlockRows(INT4, N, 0, read)
+        return BlockRows(self.block_type, N, 0, read)
 
     def _blocks(self, stored: Sequence[Any], begin: int, end: int) -> NDArray[np.uint8]:
         codes, scale, zero = self._decoded(stored, begin, end)
-        halves = codes.reshape(end - begin, -1, 2, _BLOCK // 2)
-        blocks = np.empty((*halves.shape[:2], TYPES[INT4].nbytes), np.uint8)
-        blocks[..., :4] = np.repeat(with_zeros(scale, zero), halves.shape[1] // self.G, axis=1)
-        blocks[..., 4:] = halves[:, :, 0] | halves[:, :, 1] << 4
+        kind, halves = TYPES[self.block_type], codes.reshape(end - begin, -1, 2, 16)
+        blocks = np.empty((end - begin, self.shape[1] // kind.size, kind.nbytes), np.uint8)
+        blocks[..., :4] = np.repeat(with_zeros(scale, zero), blocks.shape[1] // self.G, axis=1)
+        blocks[..., 4:] = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(*blocks.shape[:2], -1)
         return blocks.reshape(end - begin, -1)
 
     def _read(self, name: str) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Weight matrices in quantized blocks, such as those of GGUF files: `GgufMatrix`.
 
-A block has 32 weights, or 256 weights in sub-blocks. Each weight is an integer code of 4 to 8 bits;
-a block or sub-block has a scale and, for some types, a minimum. Blocks of the type "INT4", which is
-no type of GGUF files, have a zero point and hold weights of `files.checkpoints.four_bit`.
+A block has 32 weights, or 256 in sub-blocks. Each weight is an integer code of 4 to 8 bits;
+a block or sub-block has a scale and, for some types, a minimum. Blocks of the types "INT4" and
+"INT4_128", which are no types of GGUF files, have 32 or 128 weights and a zero point: they hold
+weights of `files.checkpoints.four_bit`.
 
 Kernels read the bytes in another order than a file has, which a diagram in kernels_cu/lib/gguf.cuh
 shows: a tile has 8 rows and 128 inputs, and the codes for a lane of a warp are next to each other.
@@ -37,7 +38,7 @@ LANES = 4  # lanes of a warp per row of a tile
 MAX_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
 BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp's outputs have one type
 AT_ONCE = 2**20  # number of weights that are decoded at a time
-INT4 = "INT4"
+INT4, INT4_128 = "INT4", "INT4_128"
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
 
@@ -79,6 +80,7 @@ TYPES: Mapping[str, BlockType] = {
     "Q5_K": BlockType(7, 256, 176, 5, 0, True, 16),
     "Q6_K": BlockType(8, 256, 210, 6, 32, False, 18),
     INT4: BlockType(9, 32, 20, 4, 0, False, 16, zero=True),
+    INT4_128: BlockType(10, 128, 68, 4, 0, False, 4, zero=True),
 }
 
 
@@ -267,7 +269,7 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
     """Return rows of random blocks in GGUF files' byte order; weights are roughly in ±`size`."""
     kind, rng = TYPES[name], np.random.default_rng(seed)
     rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
-    largest = 2**kind.bits * (1 if kind.size == 32 else 64)
+    largest = 2**kind.bits * (64 if kind.size == 256 else 1)
     for begin in (208,) if name == "Q6_K" else (0, 2) if kind.minimum else (0,):
         scale = rng.standard_normal(rows.shape[:2]) * (size / largest)
         rows[..., begin : begin + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
@@ -339,11 +341,11 @@ def _codes_and_scales(b: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     kind = TYPES[name]
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
-    if kind.size == 32:
-        own = kind.of_scales // 4
+    if kind.size < 2 * UNIT:
+        own = kind.of_scales * kind.size // UNIT
         high = 4 * (kind.bits == 5)
-        low = b[..., own + high :]
-        codes = np.concatenate([low & 15, low >> 4], axis=-1)
+        low = b[..., own + high :].reshape(*b.shape[:2], -1, 16)
+        codes = np.concatenate([low & 15, low >> 4], axis=-1).reshape(*b.shape[:2], kind.size)
         if high:
             bits = b[..., own : own + 4, None] >> SHIFTS & 1
             codes |= bits.reshape(codes.shape) << 4
@@ -447,7 +449,7 @@ def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
         d = np.ascontiguousarray(rest[..., 128:]).view(np.float16).astype(np.float32)
         return s * d[..., None], None
     if kind.zero:
-        numbers = rest.view(np.uint32).reshape(O, G, ROW_GROUP, 4)
+        numbers = rest.view(np.uint32).reshape(O, G, ROW_GROUP, -1)
         scale = (numbers & ~np.uint32(255)).view(np.float32)
         return scale, scale * (numbers & 255).astype(np.float32)
     if kind.size == 32:
