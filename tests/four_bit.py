@@ -91,7 +91,7 @@ def stored(layout: Layout, name: str, N: int, K: int) -> tuple[dict[str, Array],
                  "scales": scale.T}  # fmt: skip
     else:
         found = {"qweight": words(q.T, 0), "qzeros": words(zero.T - first, 1), "scales": scale.T,
-                 "g_idx": g.astype(np.int32)}  # fmt: skip
+                 "g_idx": g.astype(np.int32), "bias": np.zeros(N, np.float16)}  # fmt: skip
     return {f"{name}.{kind}": np.ascontiguousarray(each) for kind, each in found.items()}, exact
 
 

@@ -217,7 +217,16 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     with files.about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     config = config.with_tensors(each.label for each in tensors)
-    return config, _bare(file, tensors, naming_of(config))
+    found = _bare(file, tensors, naming_of(config))
+    return config, found if scheme is None else _without_zeros(config, found)
+
+
+def _without_zeros(config: ModelConfig, found: dict[str, Stored]) -> dict[str, Stored]:
+    """Drop biases of zeros that the model does not have, as early files of GPTQ store them."""
+    known = {name for names in naming_of(config).parts(config).values() for name in names}
+    extra = (n for n in found if n.endswith(".bias") and found[n].dtype in DTYPES)
+    zeros = {n for n in extra if n not in known and not found[n].read().any()}
+    return {name: tensor for name, tensor in found.items() if name not in zeros}
 
 
 def read_config(
