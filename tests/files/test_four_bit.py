@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpt2block import LlamaConfig, from_pretrained
+from gpt2block.cuda import cupy
+from gpt2block.engine.cuda.products import MARGIN, row_norms
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from tests.command_line import printed
@@ -53,12 +55,16 @@ def test_a_gpu_packs_the_matrices(
     tensors = Checkpoint.open(written(name, tmp_path)[0]).tensors(in_blocks=True)
     matrices = [array for _, array, _ in tensors if isinstance(array, InBlocks)]
     assert len(matrices) >= 5
+    rng = np.random.default_rng(0)
     with running_on(where):
         for matrix in matrices:
             whole = matrix.on_host()
-            assert_same_blocks(matrix.on_device(), whole)
+            assert_same_blocks(there := matrix.on_device(), whole)
+            gamma, weights = rng.standard_normal(whole.K, np.float32), whole.dequantized()
+            norms = MARGIN * np.linalg.norm(weights * gamma[:, None], axis=0)
+            np.testing.assert_allclose(row_norms(there, cupy.asarray(gamma)), norms, rtol=1e-5)
             part = matrix.of_spans([(16, whole.N)]).on_host()
-            np.testing.assert_array_equal(part.dequantized(), whole.dequantized()[:, 16:])
+            np.testing.assert_array_equal(part.dequantized(), weights[:, 16:])
 
 
 def test_info_names_the_scheme(tmp_path: Path) -> None:

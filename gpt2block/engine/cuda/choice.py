@@ -204,18 +204,18 @@ class DecodingChoice:
         """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
 
         Empty if `_in_blocks` is false, if layers have short convolutions or gates of attention, if
-        w_down or w_o is not a GGUF matrix, or if w_gate or w_down has blocks of several types.
+        w_down or w_o is not a GGUF matrix, if w_gate or w_down has blocks of several types, or if a
+        matrix has an `input_order`.
         """
         types: set[tuple[str, str]] = set()
         others = any(self.config.conv_layers) or "w_g" in self.config.block_shapes()
+        others |= any(w.input_order is not None for w in self.matrices.values())
         alike = self._in_blocks and not others
         for n in range(self.config.n_layer) if alike else ():
             matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
             ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
             if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):
                 return set()
-            if any(w.input_order is not None for w in matrices):
-                return set()  # the kernel reads x in the model's order
             types.add((ranges[0][0][0], ranges[1][0][0]))
         return types
 

@@ -88,6 +88,7 @@ class Scheme(NamedTuple):
             return None
         method = settings["quant_method"]
         _check("quant_method", method, tuple(_TENSORS))
+        method = method.lower()
         _check_settings(method, settings)
         if method == "compressed-tensors":
             for group in _object("config_groups", settings.get("config_groups")).values():
@@ -103,7 +104,8 @@ class Scheme(NamedTuple):
         for tensor in tensors:
             module, _, name = tensor.label.rpartition(".")
             if name in _TENSORS[self.method]:
-                modules.setdefault(module, {})[name] = tensor
+                if modules.setdefault(module, {}).setdefault(name, tensor) is not tensor:
+                    raise CheckpointError(f"{tensor.label}: stored twice")
             elif not tensor.label.endswith(_UNREAD):
                 others.append(tensor)
         return [*others, *(self._matrix(*each) for each in modules.items())]
