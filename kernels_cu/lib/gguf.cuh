@@ -12,11 +12,13 @@
 //   INT4     32     1           d (q - z)            4      z: an integer from 0 to 16; not a type of GGUF files
 //   INT4_128 128    1           d (q - z)            4      as INT4
 //
-// d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 is a float32 whose low 8 bits hold z: d has 11 significant bits
-// at most, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile. gguf.py in gpt2block/models/weights reorders the bytes of a file into
-// the fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32
-// values along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values.
-// Two such pairs are the lane's operand of one mma instruction.
+// d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 and INT4_128 is a float32 whose low 8 bits hold z: it has at
+// most 11 significant bits, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile.
+//
+// gguf.py in gpt2block/models/weights reorders the bytes of a file into the fragment layout of mma.sync. A tile is 8
+// rows by 128 values along K. From row g (0..7) and each chunk of 32 values along K, lane 4 g + t (t = 0..3) holds the
+// codes at positions 2 t and 2 t + 1 of each group of eight values. Two such pairs are the lane's operand of one mma
+// instruction.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
 //   word     codes of one chunk, 4 bits each: bits 0-15 hold codes 0, 2, 4, 6, and bits 16-31 codes 1, 3, 5, 7
@@ -63,9 +65,11 @@ __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigne
 // A lane's part of a GGUF tile (8 rows by 128 values along K): 32 weights of one row.
 template <int TYPE>
 struct Part {
-    static constexpr bool INTEGERS = TYPE == Q4_K || TYPE == Q5_K;  // scale s is an integer; code * s is exact in float16
-    static constexpr bool HALVES = TYPE == Q6_K, WIDE = INTEGERS || HALVES;  // HALVES: sub-blocks of 16; WIDE: blocks of 256
-    static constexpr bool ZERO = TYPE >= INT4, WHOLE = TYPE == INT4_128;  // a block has z; and has all values of a unit
+    static constexpr bool WIDE = TYPE >= Q4_K && TYPE <= Q6_K;  // blocks have 256 weights
+    static constexpr bool HALVES = TYPE == Q6_K;                // sub-blocks have 16 weights
+    static constexpr bool INTEGERS = WIDE && !HALVES;           // scale s is an integer; code * s is exact in float16
+    static constexpr bool ZERO = TYPE >= INT4;                  // blocks have a zero point z
+    static constexpr bool WHOLE = TYPE == INT4_128;             // blocks have the 128 weights of a unit
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
@@ -245,8 +249,8 @@ struct Part {
     }
 
     // Computes the lane's four pairs of weights of a chunk as float16. The pairs are 8 apart along K. Each weight is
-    // rounded once. With HALVES and INTEGERS, `own` contains rounding errors; the correction by these errors is
-    // itself only exact to 2^-12 of the correction.
+    // rounded once. With HALVES and INTEGERS, `own` contains rounding errors; the correction by these errors is itself
+    // only exact to 2^-12 of the correction.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
         constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM || ZERO ? 2 : 1;
         unsigned by[4];

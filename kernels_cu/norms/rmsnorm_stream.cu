@@ -14,8 +14,8 @@
 //       the residual stream, in place, and normalizes the stream; the same bits as peers/all_gather.cu followed by
 //       rmsnorm_stream; only for rows that threads keep in registers
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
-//   operand_columns, operand_columns_narrow: operand_rows with the channels in another order, for products with matrices
-//       whose inputs have this order; x (M, C) float, or of the type T of out
+//   operand_columns: operand_rows with the channels in another order, that of the inputs of a matrix
+//   operand_columns_narrow: operand_columns of x of type T
 //
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
 // the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
