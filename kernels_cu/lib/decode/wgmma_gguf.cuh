@@ -237,8 +237,8 @@ struct Consumer {
         release(free);
     }
 
-    // For types without INTEGERS: adds the products of a unit (128 values of K), whose sub-blocks have separate sums, to
-    // `sums`. With WHOLE, the unit has one sum.
+    // For types without INTEGERS: adds the products of a unit (128 values of K), whose sub-blocks have separate sums,
+    // to `sums`. With WHOLE, the unit has one sum.
     template <int RANGE>
     __device__ __forceinline__ void add_unit(Products& sums, int unit) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
