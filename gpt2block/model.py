@@ -113,10 +113,10 @@ class Model(Hinted, Generic[Weights]):
         name: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" (or "124M" …), another hub id, a
         Hugging Face directory or .safetensors file, or a bundled model: "shakespeare", a GPT-2, or
         "shakespeare-llama". progress: wraps the tensors as they are read. dtype: as in GPT2, or
-        "file" for the 4 to 8 bits of a GGUF file; None selects "file" if the file has such matrices
-        and a GPU of compute capability 7.5 or newer reads them, else "float32". device,
-        allow_nonfinite, kv_dtype: as in GPT2. revision: branch, tag or commit of a hub id. Raises
-        CheckpointError, and InputError for weights that are not finite.
+        "file" for matrices of 4 to 8 bits as they are in the file; None selects "file" if the file
+        has such matrices and a GPU of compute capability 7.5 or newer reads them, else "float32".
+        device, allow_nonfinite, kv_dtype: as in GPT2. revision: branch, tag or commit of a hub id.
+        Raises CheckpointError, and InputError for weights that are not finite.
         """
         given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
         return load(cls, name, device, given, progress, revision)

@@ -677,13 +677,14 @@ def rmsnorm_groups(x: Array, weight: Array, residual: Array, eps: float = 1e-6) 
     return residual + rmsnorm(x.reshape(N, -1, len(weight)), weight, eps).reshape(N, W)
 
 
-@takes("x f32 ... C -> out out_dtype ... C")
-def operand(x: Array) -> Array:
-    """Convert x (..., C) to the format that GPU matrix products read. Here, x stays unchanged.
+@takes("x any ... C; channels? i32 C -> out out_dtype ... C")
+def operand(x: Array, channels: Array | None = None) -> Array:
+    """Convert x (..., C) to the format that GPU matrix products read. Here, x keeps its dtype.
 
-    On a GPU: 16-bit numbers, or the `Operand` of decoding.
+    On a GPU: 16-bit numbers, or the `Operand` of decoding. channels: the channel of x for each
+    channel of the result, for products with a matrix whose inputs have this order.
     """
-    return x
+    return x if channels is None else x[..., channels]
 
 
 @takes("x strided ... T H D -> out~x any ... T H D")

@@ -49,6 +49,10 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
     ),
     "tokens/drafts.cu taken_rows": "steps of a model with a block that drafts tokens",
     "peers/all_gather.cu": "exchanges columns between GPUs, and the lists have one GPU",
+    **dict.fromkeys(
+        [f"norms/rmsnorm_stream.cu operand_columns{end}" for end in ("", "_narrow")],
+        "products with matrices of 4 bits in activation order",
+    ),
     "norms/rmsnorm_stream.cu rmsnorm_gathered": "a gather and a norm of models on several GPUs",
     "positions/qk_norm.cu qk_norm": "the norm alone, which models launch together with RoPE",
     "learn/positions/rope.cu": "RoPE alone, which models launch for q and k together",

@@ -245,7 +245,7 @@ def feed_forward_in_blocks() -> None:
     if not cards.gpu().has_wgmma:
         return
     for name, M in product(TYPES, (1, 3)):
-        C, H = (256, 1536) if TYPES[name].units > 1 else (160, 1280)
+        C, H = (256, 1536) if TYPES[name].size > 32 else (160, 1280)
         w, up, o, qkv = (GgufMatrix.random([(name, N)], C, N) for N in (H, H, C, 128))
         down = GgufMatrix.random([(name, C)], H)
         w, up, o, qkv, down = (each.mapped(cupy.asarray) for each in (w, up, o, qkv, down))

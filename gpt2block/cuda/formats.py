@@ -14,8 +14,8 @@ from gpt2block.errors import Argument, InputError, UnknownOption, shown
 
 FP8 = ("float8_e5m2", "float8_e4m3fn")
 DTYPES = (*FLOATS, *FP8)
-FILE = "file"  # value of the option dtype: matrices keep their types in the GGUF file
-GGUF = "gguf"  # dtype of a matrix that is stored in blocks of a GGUF file
+FILE = "file"  # value of the option dtype: matrices keep their quantized types in the file
+GGUF = "gguf"  # dtype of a matrix in quantized blocks, such as those of a GGUF file
 CACHE_WITH_FP8 = "float16"  # dtype of KV cache and prompts' activations with FP8 weights
 REMOVED = {  # explanations for the user, by removed option
     "activations": "activations is no option any more: decoding rounds what it multiplies to "
@@ -47,16 +47,16 @@ def dtype_option(text: str, values: tuple[str, ...] = DTYPES) -> Any:
 class FormatOptions:
     """A user's storage options; `resolved` returns the `Formats` for a checkpoint and a device.
 
-    dtype: dtype of the weights' matrices, or "file": matrices of a GGUF file stay in blocks of 4
-    to 8 bits if kernels read the blocks, and other matrices become float16; None: see `resolved`.
+    dtype: dtype of the weights' matrices, or "file": matrices of 4 to 8 bits stay in blocks if
+    kernels read the blocks, and other matrices become float16; None: see `resolved`.
     kv_dtype: dtype of keys and values, or None for the default of dtype. allow_nonfinite: whether
     weights may be infinite or NaN. Raises InputError.
     """
 
     dtype: str | None = dtype_option(
         "Dtype of the weights: float32, bfloat16, float16, float8_e5m2 or float8_e4m3fn, or file: "
-        "the blocks of a GGUF file as they are, with activations of float16. By default file for "
-        "a GGUF file with such blocks on a GPU, and float32 otherwise.",
+        "the 4 to 8 bits of a file of GGUF, GPTQ, AWQ or compressed-tensors as they are, with "
+        "activations of float16. By default file for such files on a GPU, and float32 otherwise.",
         (*DTYPES, FILE),
     )
     kv_dtype: str | None = dtype_option(

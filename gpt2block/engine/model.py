@@ -83,6 +83,7 @@ class StoredModel(ABC):
         self.cache_kind = cache_kind(config, formats, device)
         self._vectors: dict[str, Any] = {}
         self._matrices: dict[str, WeightMatrix] = {}
+        self._orders: dict[str, Any] = {}  # on a GPU: "<matrix>.order" → its `input_order`
 
     @property
     def nbytes(self) -> int:
@@ -112,10 +113,15 @@ class StoredModel(ABC):
         if self.formats.dtype == FILE and all(m.dtype != GGUF for m in self._matrices.values()):
             raise InputError(
                 Argument("dtype"),
-                f" {FILE!r}: expected a GGUF file with matrices of {', '.join(TYPES)}, got none: ",
+                f" {FILE!r}: expected a GGUF file with matrices of {', '.join(TYPES)}, or another "
+                "file with matrices of 4 bits, got none: ",
                 "use ",
                 Argument("dtype", "float16"),
             )
+        for name, w in self._matrices.items():
+            gate = self._matrices.get(name.replace("w_up", "w_gate"), w)
+            if not np.array_equal(w.input_order, gate.input_order):
+                raise InputError(f"{name}: expected the order of inputs of w_gate, got another one")
         if not self.formats.allow_nonfinite:
             self._check_stream(largest)
         self._matrices.setdefault("lm_head", self._matrices["wte"])

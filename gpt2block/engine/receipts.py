@@ -158,7 +158,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> str:
 def _of_tensor(stored: Stored) -> bytes:
     """Return the SHA-256 of a tensor's bytes in its file."""
     digest = hashlib.sha256()
-    for piece in stored.pieces:
+    for piece in stored.sources:
         if piece.offset is not None:
             with piece.file.open("rb") as file:
                 file.seek(piece.offset)

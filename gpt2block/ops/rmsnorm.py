@@ -119,14 +119,21 @@ def _launch_add(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
     return launch_at(STREAM, geometry, (c.x, c.weight, c.residual, *scale, c.out, c.eps))
 
 
-@variant("operand", STREAM, "operand_rows", dtypes=("float32",))
+@variant("operand", STREAM, "operand_rows", "operand_columns", "operand_columns_narrow")
 def _operand(c: Call) -> Launch:
+    narrow = c.storage != "float32"
+    if narrow and (c.channels is None or c.storage != c.out_dtype):
+        raise UnsupportedCall(
+            f"x in {c.storage}: expected float32, or with channels the dtype {c.out_dtype} of out"
+        )
     c.check_addresses("x", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))
-    geometry = geometry._replace(kernel="operand_rows", grid=(c.rows, loads))
+    channels = () if c.channels is None else (c.channels,)
+    kernel = "operand_columns" + "_narrow" * narrow if channels else "operand_rows"
+    geometry = geometry._replace(kernel=kernel, grid=(c.rows, loads))
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
-    args = (c.x, c.out, stored_scale(c.to_operand))
+    args = (c.x, *channels, c.out, stored_scale(c.to_operand))
     return launch_at(STREAM, geometry, args, storage=c.out_dtype)
 
 
@@ -151,7 +158,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     dtype, to_operand = unchecked.options["dtype"], unchecked.options["to_operand"]
     chosen, x = OPERATION.variant(unchecked.options["variant"] or "rows"), unchecked.inputs[0]
     if chosen.name == "stream":
-        dtype = _stream_dtype(unchecked, "rmsnorm")
+        dtype = _stream_dtype(unchecked)
     elif dtype is not None or to_operand is not None:
         raise InputError("rmsnorm: dtype and to_operand are options of variant stream: use it")
     c = unchecked.checked(variant=chosen.name, out_dtype=dtype or storage(x))
@@ -159,18 +166,19 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     return c
 
 
-def _stream_dtype(unchecked: UncheckedCall, name: str) -> str:
+def _stream_dtype(unchecked: UncheckedCall) -> str:
     """Return the checked dtype of out, which is float32 if out is an `Operand`."""
     x = unchecked.inputs[0]
     check("x", x)
-    dtype = written_dtype(unchecked, name)
+    dtype = written_dtype(unchecked, "rmsnorm")
     check_operand(unchecked.options["to_operand"], x.shape[-1], x.shape[-1])
     return dtype
 
 
 def _prepare_operand(unchecked: UncheckedCall) -> Call:
     """Check a call of `operand`. dtype and to_operand are as in variant stream of `rmsnorm`."""
-    c = unchecked.checked(out_dtype=_stream_dtype(unchecked, "operand"))
+    c = unchecked.checked(out_dtype=written_dtype(unchecked, "operand"))
+    check_operand(c.to_operand, c.C, c.C)
     check_rows("x", c.x)
     return c
 

@@ -17,6 +17,8 @@
 //   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i: code i of sub-block s
 //   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes, byte i of low[64]: i, i + 64;
 //                                                                   byte i of upper[32]: i, i + 32, i + 64, i + 96
+//   INT4     d and z[4]                     low[16]     in no file: rows that files/checkpoints/four_bit.py writes
+//   INT4_128 d and z[4]                     low[64]     low: as in four blocks of INT4
 //
 // A code takes one or two loads of a byte, whose cache lines stay in L1. The number of these loads bounds the kernel,
 // not the memory bandwidth. The copy of the bytes from the host takes several times as long as the kernel.
@@ -34,9 +36,9 @@
 
 typedef gguf::Part<GGUF_TYPE> Part;
 
-constexpr int SIZE = Part::WIDE ? 256 : 32;  // weights per block
+constexpr int SIZE = Part::WIDE ? 256 : Part::WHOLE ? 128 : 32;  // weights per block
 constexpr int BLOCK_BYTES = Part::BYTES / gguf::ROW_GROUP * SIZE / (Part::UNITS * gguf::UNIT);
-constexpr int SCALE = Part::WIDE || Part::MINIMUM ? 4 : 2;  // bytes of scales per lane
+constexpr int SCALE = Part::WIDE || Part::MINIMUM || Part::ZERO ? 4 : 2;  // bytes of scales per lane
 constexpr int MAX_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
 constexpr int FARTHEST = MAX_CODE > Part::OFFSET ? MAX_CODE : Part::OFFSET;  // largest |code - OFFSET|
 
@@ -104,6 +106,9 @@ __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int 
         return max(first, magnitude(d, (float)(signed char)b[193 + 2 * i], 0.0f));
     } else if constexpr (Part::WIDE) {
         return magnitude(gguf::floats_of(b.four(0)), (float)b.six(i, false), (float)b.six(i, true));
+    } else if constexpr (Part::ZERO) {
+        const float d = __int_as_float((int)(b.four(0) & ~255u));
+        return magnitude({d, d}, 1.0f, (float)(b.four(0) & 255u));
     } else {
         return magnitude(gguf::floats_of(Part::MINIMUM ? b.four(0) : b.two(0)), 1.0f, 1.0f);
     }
@@ -168,6 +173,8 @@ extern "C" __global__ void gguf_pack(
     W* scale = to + lane * SCALE;
     if constexpr (SCALE == 2) {
         *reinterpret_cast<unsigned short*>(scale) = own.two(0);
+    } else if constexpr (Part::WHOLE) {
+        if (t == 0) *reinterpret_cast<unsigned*>(to + lane) = own.four(0);
     } else if constexpr (!Part::WIDE) {
         *reinterpret_cast<unsigned*>(scale) = own.four(0);
     } else if (unit % 2 == 0) {

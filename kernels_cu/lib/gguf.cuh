@@ -1,4 +1,4 @@
-// Weights in the quantized formats of GGUF files: integer codes q of 4 to 8 bits, with scales.
+// Weights in quantized blocks, as in GGUF files: integer codes q of 4 to 8 bits, with scales.
 //
 //            block  sub-blocks  a weight             bits of q
 //   Q4_0     32     1           d (q - 8)            4
@@ -9,11 +9,16 @@
 //   Q4_K     256    8           d s q - dmin m       4      d and dmin: one of each per block
 //   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, per sub-block of 32
 //   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
+//   INT4     32     1           d (q - z)            4      z: an integer from 0 to 16; not a type of GGUF files
+//   INT4_128 128    1           d (q - z)            4      as INT4
 //
-// d, m of Q4_1 and Q5_1, and dmin are float16. gguf.py in gpt2block/models/weights reorders the bytes of a file into
-// the fragment layout of mma.sync. A tile is 8 rows by 128 values along K. From row g (0..7) and each chunk of 32
-// values along K, lane 4 g + t (t = 0..3) holds the codes at positions 2 t and 2 t + 1 of each group of eight values.
-// Two such pairs are the lane's operand of one mma instruction.
+// d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 and INT4_128 is a float32 whose low 8 bits hold z: it has at
+// most 11 significant bits, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile.
+//
+// gguf.py in gpt2block/models/weights reorders the bytes of a file into the fragment layout of mma.sync. A tile is 8
+// rows by 128 values along K. From row g (0..7) and each chunk of 32 values along K, lane 4 g + t (t = 0..3) holds the
+// codes at positions 2 t and 2 t + 1 of each group of eight values. Two such pairs are the lane's operand of one mma
+// instruction.
 //
 //   tile     [ 32 lanes x 4 words: low 4 bits ] [ 32 lanes x 4 or 8 bytes: high bits ] [ 8 rows: scales ]
 //   word     codes of one chunk, 4 bits each: bits 0-15 hold codes 0, 2, 4, 6, and bits 16-31 codes 1, 3, 5, 7
@@ -37,7 +42,7 @@
 
 namespace gguf {
 
-enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT4_128 };
 
 constexpr int UNIT = 128, ROW_GROUP = 8;
 
@@ -60,8 +65,11 @@ __device__ __forceinline__ void place(const unsigned (&pairs)[4], int i, unsigne
 // A lane's part of a GGUF tile (8 rows by 128 values along K): 32 weights of one row.
 template <int TYPE>
 struct Part {
-    static constexpr bool WIDE = TYPE >= Q4_K, HALVES = TYPE == Q6_K;  // WIDE: blocks of 256; HALVES: sub-blocks of 16
-    static constexpr bool INTEGERS = WIDE && !HALVES;  // scale s is an integer; code * s is exact in float16
+    static constexpr bool WIDE = TYPE >= Q4_K && TYPE <= Q6_K;  // blocks have 256 weights
+    static constexpr bool HALVES = TYPE == Q6_K;                // sub-blocks have 16 weights
+    static constexpr bool INTEGERS = WIDE && !HALVES;           // scale s is an integer; code * s is exact in float16
+    static constexpr bool ZERO = TYPE >= INT4;                  // blocks have a zero point z
+    static constexpr bool WHOLE = TYPE == INT4_128;             // blocks have the 128 weights of a unit
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
@@ -69,11 +77,11 @@ struct Part {
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
     static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane with high bits
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
-    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = TYPE == Q6_K ? 18 : WIDE || MINIMUM ? 16 : 8;
+    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = HALVES ? 18 : WHOLE ? 4 : WIDE || MINIMUM || ZERO ? 16 : 8;
     static constexpr int SCALE_BYTES = ROW_GROUP * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
-    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM ? 4 : 2;  // bytes of scales that a lane loads
-    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;      // codes() returns codes divided by FINE
+    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM || ZERO ? 4 : 2;  // bytes of scales that a lane loads
+    static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;  // codes() returns codes divided by FINE
 
     Vec<W, 16> low[VECTORS];
     Vec<W, HIGH> high;
@@ -101,7 +109,7 @@ struct Part {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) low[i] = read<16>(lows + 512 * i + lane * 16);
         if (HIGH_BYTES) high = read<HIGH>(highs + lane * HIGH);
-        const int of_lane = INTEGERS ? 0 : HALVES ? 8 * half + 2 * t : SCALE * t;
+        const int of_lane = INTEGERS || WHOLE ? 0 : HALVES ? 8 * half + 2 * t : SCALE * t;
         scale = read<SCALE>(scales + g * (HALVES ? 16 : ROW_SCALES) + of_lane);
         if (HALVES) d = read<2>(scales + 128 + g * 2);
     }
@@ -114,8 +122,8 @@ struct Part {
     }
 
     // Scales that lane 4 g + t computes for a unit of 128 values: the scales of chunk t (32 values) of row g. by: with
-    // INTEGERS, s * 2^9 and s * 2^5 as float16. first: factor d of the chunk; for Q6_K, `first` and `second` are d * s
-    // of the chunk's two halves.
+    // INTEGERS, s * 2^9 and s * 2^5 as float16; with ZERO, z in both halves. first: factor d of the chunk; for Q6_K,
+    // `first` and `second` are d * s of the chunk's two halves.
     struct Own {
         float first, second;
         unsigned by;
@@ -130,6 +138,9 @@ struct Part {
             const unsigned s = own_byte(unit % 2 ? scale.raw.z : scale.raw.y, 0x64646464u) & 0xff3fff3fu;  // 1024 + s
             const unsigned far = fma2_fp16(s, 0x50005000u, 0xf800f800u);  // 2^5 (1024 + s) - 2^15
             return {0.0f, 0.0f, fma2_fp16(far, 0x3c004c00u, 0x80008000u)};
+        } else if constexpr (ZERO) {
+            const unsigned both = (unsigned)scale.raw;
+            return {__int_as_float((int)(both & ~255u)), 0.0f, (both & 255u) * 0x10001u};
         } else {
             return {floats_of((unsigned)scale.raw).x, 0.0f, 0u};
         }
@@ -155,11 +166,16 @@ struct Part {
         }
     }
 
-    // Computes the lane's codes of a chunk (32 values) minus OFFSET, as pairs of float16 in the order of K. With
-    // INTEGERS, codes are multiplied by s / FINE, which is exact. by: Own::by of the lane that holds the chunk's
-    // scales.
+    // Returns Own::by of the lane that holds the scales of a chunk (32 values), with which codes() computes the chunk.
+    __device__ __forceinline__ static unsigned by_of(const Own& own, int chunk) {
+        return WHOLE ? own.by : INTEGERS || ZERO ? of_lane(own.by, chunk) : 0u;
+    }
+
+    // Computes the lane's codes of a chunk (32 values) minus OFFSET, or with ZERO minus z, as pairs of float16 in the
+    // order of K. With INTEGERS, codes are multiplied by s / FINE, which is exact. by: by_of() the chunk.
     __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
-        constexpr unsigned NEAR = 0xe400e400u + OFFSET * 0x10001u, FAR = 0xd400d400u + OFFSET * 0x100010u;
+        const unsigned offset = ZERO ? by : OFFSET * 0x10001u;  // as float16, NEAR is -1024 - offset, FAR -64 - offset
+        const unsigned NEAR = 0xe400e400u + offset, FAR = 0xd400d400u + offset * 16;
         if constexpr (BITS == 8) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -193,8 +209,8 @@ struct Part {
 
     // Factors from which halves() computes the float16 weights of chunk t, each in both halves of a word. With
     // INTEGERS: of[0] = s, of[1] = -(64 s + n) with n = dmin m / d, of[2] = the rounding error of dmin m, of[3] = d.
-    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. For other
-    // types: d, m.
+    // With HALVES: d s and its rounding error, for the first half of the chunk, then for the second half. With ZERO: d,
+    // exact unless d was a bfloat16 number below 2^-14, and z. For other types: d, m.
     struct Factors {
         unsigned of[4];
     };
@@ -223,6 +239,9 @@ struct Part {
             const float left = fmaf(of_block.x, floats_of(rounded).x - 64.0f * s, -least);
             return {{pack2_fp16(s, s), rounded ^ 0x80008000u, pack2_fp16(left, left),
                      __byte_perm(scale.raw.x, 0u, 0x1010)}};
+        } else if constexpr (ZERO) {
+            const Own all = own(unit);
+            return {{pack2_fp16(all.first, all.first), all.by, 0u, 0u}};
         } else {
             const unsigned halves = (unsigned)scale.raw;
             return {{__byte_perm(halves, 0u, 0x1010), __byte_perm(halves, 0u, 0x3232), 0u, 0u}};
@@ -233,7 +252,7 @@ struct Part {
     // rounded once. With HALVES and INTEGERS, `own` contains rounding errors; the correction by these errors is itself
     // only exact to 2^-12 of the correction.
     __device__ __forceinline__ void halves(int chunk, const Factors& own, unsigned (&pairs)[4]) const {
-        constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM ? 2 : 1;
+        constexpr int COUNT = INTEGERS ? 3 : HALVES ? 4 : MINIMUM || ZERO ? 2 : 1;
         unsigned by[4];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) by[i] = of_lane(own.of[i], chunk);
@@ -250,7 +269,7 @@ struct Part {
                 pairs[i] = fma2_fp16(fma2_fp16(q, by[0], by[1]), own.of[3], by[2]);
             }
         } else {
-            codes(chunk, 0u, pairs);
+            codes(chunk, ZERO ? by[1] : 0u, pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = HALVES ? i / 2 * 2 : 0;
@@ -266,9 +285,9 @@ struct Part {
         const Own own = this->own(unit);
         const End end = this->end();
         const float first = of_lane(own.first, chunk), second = of_lane(own.second, chunk);
-        const unsigned by_s = of_lane(own.by, chunk), least = of_lane(end.least[unit % UNITS], chunk);
+        const unsigned least = of_lane(end.least[unit % UNITS], chunk);
         unsigned pairs[4];
-        codes(chunk, by_s, pairs);
+        codes(chunk, by_of(own, chunk), pairs);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 q = floats_of(pairs[i]);

@@ -14,13 +14,15 @@
 //       the residual stream, in place, and normalizes the stream; the same bits as peers/all_gather.cu followed by
 //       rmsnorm_stream; only for rows that threads keep in registers
 //   operand_rows: x itself without a norm, in the formats of rmsnorm_stream, for products that read the residual stream
+//   operand_columns: operand_rows with the channels in another order, that of the inputs of a matrix
+//   operand_columns_narrow: operand_columns of x of type T
 //
 // Differences from norms/rmsnorm.cu: the order of additions depends only on C; x is float for every dtype of out; and
 // the weights are loaded before the previous kernel has ended (lib/overlap.cuh).
 //
 // One block per row. Each thread keeps its part of the row in registers, if it takes at most MAX_HELD loads; longer
 // rows are read again from the L2 cache. x and weight are aligned to RS_WIDTH floats, out to RS_WIDTH elements. Grid
-// (M), block (RS_THREADS). operand_rows: grid (M, LOADS), a load for each thread.
+// (M), block (RS_THREADS). operand_rows, operand_columns*: grid (M, LOADS), a load for each thread.
 #include "lib/common.cuh"
 #include "lib/exchange.cuh"
 #include "lib/fresh.cuh"
@@ -166,6 +168,43 @@ extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_rows(
     float v[RS_WIDTH];
     load_fresh<float, RS_WIDTH>(x + (long long)blockIdx.x * RS_C + c).unpack(v);
     store(out, out_scale, c, v);
+}
+
+// Stores a load of the block's row, whose channel c is channel channels[c] of x.
+template <typename E>
+__device__ __forceinline__ void store_columns(const E* x, const int* channels, T* out, float out_scale) {
+    let_next_start();
+    wait_for_previous();
+    const int c = blockIdx.y * STEP + threadIdx.x * RS_WIDTH;
+    if (c >= RS_C) return;
+    float v[RS_WIDTH];
+#pragma unroll
+    for (int e = 0; e < RS_WIDTH; ++e) {
+        float one[1];
+        load_fresh<E, 1>(x + (long long)blockIdx.x * RS_C + __ldg(channels + c + e)).unpack(one);
+        v[e] = one[0];
+    }
+    store(out, out_scale, c, v);
+}
+
+// Launched by operation (variant): operand (operand)
+extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_columns(
+    const float* x,                    // (M, C)
+    const int* __restrict__ channels,  // (C): channel of x of each channel of out
+    T* out,                            // (M, C)
+    float out_scale)                   // scale of out, used if RS_OPERAND selects hi/lo terms
+{
+    store_columns(x, channels, out, out_scale);
+}
+
+// Launched by operation (variant): operand (operand)
+extern "C" __global__ void __launch_bounds__(RS_THREADS) operand_columns_narrow(
+    const T* x,                        // (M, C)
+    const int* __restrict__ channels,  // (C): channel of x of each channel of out
+    T* out,                            // (M, C)
+    float out_scale)                   // not used: out has the type of x
+{
+    store_columns(x, channels, out, out_scale);
 }
 
 // Launched by operation (variant): rmsnorm_sums (sums)

@@ -31,7 +31,7 @@ from gpt2block.emulator import emulated
 from gpt2block.emulator.ptx.engine import CHECKED
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.files.checkpoints.gguf_types import InBlocks
-from gpt2block.models.weights.gguf import TYPES, GgufMatrix, random_blocks
+from gpt2block.models.weights.gguf import INT4, INT4_128, TYPES, GgufMatrix, random_blocks
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.blocks_matmul import OPERATION as BLOCKS_MATMUL
@@ -42,6 +42,8 @@ from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.to_fp8 import ROW_NORMS
 from tests.devices import EVERYWHERE, GPU, assert_same_bits, one_order, running_on, slow
+from tests.four_bit import LAYOUTS
+from tests.four_bit import write as write_four_bit
 from tests.gpus import cupy_with
 from tests.ops.test_operands import as_operand, assert_operand
 
@@ -50,7 +52,20 @@ LLAMA = LlamaConfig(
 )
 GPT = GPT2Config(n_layer=1, n_head=2, n_embd=128, n_ctx=96, vocab_size=101)
 MIXED = (("Q4_K", 48), ("Q6_K", 16), ("Q5_K", 16))
-K_OF = {32: 160, 256: 512}
+K_OF = {32: 160, 128: 384, 256: 512}
+
+
+def decoded(raw: NDArray[np.uint8], name: str) -> Any:
+    """Return the weights (N, K) of rows of blocks: of GGUF by the package, others exactly."""
+    if not TYPES[name].zero:
+        return dequantize(raw, gguf.GGMLQuantizationType[name])
+    blocks = raw.reshape(len(raw), -1, TYPES[name].nbytes)
+    zero, scale = blocks[..., :1], blocks[..., :4].copy()
+    scale[..., 0] = 0
+    low = blocks[..., 4:].reshape(*blocks.shape[:2], -1, 16)
+    codes = np.concatenate([low % 16, low // 16], axis=-1).reshape(*blocks.shape[:2], -1)
+    exact = (codes.astype(np.float64) - zero) * scale.view(np.float32)
+    return exact.reshape(len(raw), -1)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -60,7 +75,7 @@ def test_weights_are_those_that_the_package_decodes(name: str, N: int, blocks: i
     K = blocks * TYPES[name].size
     raw = random_blocks(name, N, K)
     packed = GgufMatrix.pack([(name, raw)], K)
-    expected = dequantize(raw, gguf.GGMLQuantizationType[name])
+    expected = decoded(raw, name)
     np.testing.assert_array_equal(packed.dequantized(), expected.T)
     ids = np.array([[0, N - 1], [N // 2, 0]])
     np.testing.assert_array_equal(packed[ids], expected[ids])
@@ -100,7 +115,8 @@ def test_a_gpu_packs_the_bytes_that_numpy_packs(
                 if scale != 1:
                     at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # offset of the scale
                     last = raw[-1, -TYPES[name].nbytes :]
-                    last[at : at + 2] = np.frombuffer(np.float16(-scale).tobytes(), np.uint8)
+                    number = (np.float32 if TYPES[name].zero else np.float16)(-scale).tobytes()
+                    last[at : at + len(number)] = np.frombuffer(number, np.uint8)
                 expected = GgufMatrix.pack([(name, raw)], K)
                 assert_same_blocks(packed_on_device([BlockRows.of(name, raw)], K), expected)
 
@@ -112,6 +128,8 @@ EXACT: list[Any] = [
     ("shuffled", MIXED, [1, 9], None),
     slow("reverse", (("Q8_0", 19),), [1, 9], "float16"),
     ("shuffled", (("Q5_1", 19),), [2], "float16"),
+    ("shuffled", ((INT4, 19),), [2, 9], None),
+    ("shuffled", ((INT4_128, 19),), [2, 9], "float16"),
     ("turing", (("Q4_K", 19),), [1, 33], "float16"),
 ]
 EXACT += [
@@ -267,6 +285,9 @@ SEVERAL = "Q4_K", "Q6_K", "Q5_K"
     ("device", "types", "units", "products"),
     [
         ("shuffled", ("Q4_K",), 3, 2),
+        ("shuffled", (INT4,), 3, 2),
+        ("hopper", (INT4,), 3, 2),
+        ("hopper", (INT4_128,), 3, 2),
         slow("shuffled", SEVERAL[:2], 3, 1),
         slow("shuffled", SEVERAL, 3, None),
         *(
@@ -328,6 +349,8 @@ def test_products_have_no_race(M: int) -> None:
     [
         ("shuffled", MIXED),
         ("reverse", (("Q4_1", 19),)),
+        ("shuffled", ((INT4, 19),)),
+        ("shuffled", ((INT4_128, 19),)),
         *(pytest.param("gpu", ((name, 19),), marks=GPU.marks) for name in TYPES),
         pytest.param("gpu", MIXED, marks=GPU.marks),
     ],
@@ -373,7 +396,12 @@ def test_types_whose_blocks_have_as_many_bytes(where: str) -> None:
 
 
 def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
-    """Write a random model as GGUF. types: part of a matrix's name, or "" -> its type."""
+    """Write a random model as GGUF. types: part of a matrix's name, or "" -> its type.
+
+    If that of "" is one of `LAYOUTS`, write a Hugging Face checkpoint with matrices of 4 bits.
+    """
+    if types[""] in LAYOUTS:
+        return write_four_bit(folder, config, LAYOUTS[types[""]])[0]
     kind_of = LlamaWeights if isinstance(config, LlamaConfig) else GPT2Weights
     random: Any = kind_of.random(1, config)
     checkpoint = Checkpoint.open(save_pretrained(folder / "wide", random))
@@ -398,6 +426,8 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {
     "Q5_K and Q8_0": (LLAMA, {"attn_k": "Q8_0", "ffn_up": "F16", "": "Q5_K"}),
     "GPT-2 of Q5_0": (GPT, {"token_embd": "Q8_0", "": "Q5_0"}),
     "Q4_1": (LLAMA, {"": "Q4_1"}),
+    "awq": (LLAMA, {"": "awq"}),
+    "gptq in activation order": (LLAMA, {"": "gptq in activation order"}),
 }
 
 
@@ -417,6 +447,7 @@ def test_numpy_computes_with_the_numbers_of_the_file(name: str, tmp_path: Path) 
     [
         slow("shuffled", "Q4_K_M", None),
         slow("shuffled", "GPT-2 of Q5_0", None),
+        ("shuffled", "gptq in activation order", None),
         *(pytest.param("gpu", name, kv, marks=GPU.marks)
           for name in MODELS for kv in (None, "float8_e5m2")),
     ],

@@ -19,7 +19,7 @@ from gpt2block import GPT2, GPT2Weights, InputError
 from gpt2block.bulk import Predictor
 from gpt2block.bulk.predictor import Arguments
 from gpt2block.cuda import cupy, replaced
-from gpt2block.cuda.formats import FormatOptions
+from gpt2block.cuda.formats import GGUF, FormatOptions
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.cuda import choice as cuda_choice
 from gpt2block.engine.cuda.model import CudaModel
@@ -29,6 +29,7 @@ from gpt2block.models.config.llama import LlamaConfig
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import ATTENTION_SPLIT
+from gpt2block.ops.engines import linear_wgmma
 from gpt2block.ops.layernorm import OPERATION as LAYERNORM
 from gpt2block.ops.linear import OPERATION as LINEAR
 from gpt2block.ops.linear import operands_of
@@ -157,6 +158,25 @@ def test_products_of_floats_that_store_terms(device: Any, dtype: str) -> None:
             made = LINEAR.bind((rows, w, bias), decoding=True, to_operand=order, **ends, **how)
             assert [launch.name for launch in made.launches] == ["decode_mma_tiles"]
             assert_operand(made.run().get(), expected, order)
+
+
+@one_order
+def test_channels_in_another_order(device: Any) -> None:
+    """Channels are stored as floats, as terms, and in 16 bits, in which no bit changes."""
+    x, channels = plain.normal(0, 3, 1408), np.random.default_rng(0).permutation(1408)
+    inputs = cupy.asarray(x), cupy.asarray(channels.astype(np.int32))
+    expected = OPERAND.bind_on_device(inputs).run()
+    np.testing.assert_array_equal(expected.get(), x[:, channels])
+    for kind in (made_of("float16"), linear_wgmma.operand(GGUF, rounded=True)):
+        terms = OPERAND.bind_on_device(inputs, to_operand=kind).run()
+        plainly = OPERAND.bind_on_device((expected,), to_operand=kind).run()
+        assert_same_bits(terms.get(), plainly.get())
+    narrow = cupy.asarray(x.astype(np.float16))
+    got = OPERAND.bind_on_device((narrow, inputs[1]), dtype="float16").run().get()
+    np.testing.assert_array_equal(got, x.astype(np.float16)[:, channels])
+    for refused, options in (((narrow, inputs[1]), {}), ((narrow,), {"dtype": "float16"})):
+        with pytest.raises(InputError, match="x in float16: expected float32"):
+            OPERAND.bind_on_device(refused, **options)
 
 
 @devices.combinations(times=1, along="K", M=[33, 17, 64, 65, 200], K=[264])

@@ -53,12 +53,14 @@ def print_plan(name: str, options: ModelOptions, rows: int, card: str, as_json: 
 
 
 def _config_of(name: str, revision: str | None) -> tuple[ModelConfig, Ranges]:
-    """Return a model's config, and the ranges of the GGUF types of its matrices."""
+    """Return a model's config, and the ranges of the block types of its matrices."""
     if name in SIZES:
         return SIZES[name], {}
     path = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
     if path.name == CONFIG and path.is_file():
-        return read_config(path)[0], {}
+        config, _, scheme = read_config(path)
+        if scheme is None:
+            return config, {}
     checkpoint = Checkpoint.open(name, revision)
     blocks = {each: in_blocks(stored) for each, stored in checkpoint.stored.items()}
     ranges = {

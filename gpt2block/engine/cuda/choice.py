@@ -7,7 +7,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from gpt2block.cuda.formats import FILE, Formats, cache_option
+from gpt2block.cuda.formats import FILE, GGUF, Formats, cache_option
 from gpt2block.cuda.kernels import HI_LO
 from gpt2block.engine.passes.decoding_rules import ALL_FUSED, DecodingPlan, decoding_steps
 from gpt2block.engine.passes.executor import Outline, Step
@@ -98,6 +98,10 @@ class DecodingChoice:
         fuses = self._fusions(rows)
         plain = fuses.norms and "gamma_q" not in self.config.block_shapes()
         found = operands_of(dtype, rows, shapes, self.x_dtype is not None, plain)
+        stored = self.matrices["lm_head"].dtype
+        if found and self.formats.dtype == FILE and stored != GGUF:  # lm_head has no blocks
+            others = operands_of(stored, rows, {"w": head, "lm_head": head}, True)
+            found |= {name: each for name, each in others.items() if name == "lm_head"}
         if fuses.heads:  # not measured for other models
             return {name: each for name, each in found.items() if name == "lm_head"}
         return found
@@ -200,10 +204,12 @@ class DecodingChoice:
         """Set of pairs (GGUF type of w_gate, GGUF type of w_down) over all layers.
 
         Empty if `_in_blocks` is false, if layers have short convolutions or gates of attention, if
-        w_down or w_o is not a GGUF matrix, or if w_gate or w_down has blocks of several types.
+        w_down or w_o is not a GGUF matrix, if w_gate or w_down has blocks of several types, or if a
+        matrix has an `input_order`.
         """
         types: set[tuple[str, str]] = set()
         others = any(self.config.conv_layers) or "w_g" in self.config.block_shapes()
+        others |= any(w.input_order is not None for w in self.matrices.values())
         alike = self._in_blocks and not others
         for n in range(self.config.n_layer) if alike else ():
             matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]

@@ -434,7 +434,8 @@ class CudaModel(CudaWeights):
 
     def given(self) -> dict[str, ArrayArg]:
         """Return {name that steps use: array or matrix} of the weights that decoding reads."""
-        return {**self._vectors, **self._matrices, **self._constants, **self.prompts.hi_lo}
+        weights = {**self._vectors, **self._matrices, **self._orders}
+        return {**weights, **self._constants, **self.prompts.hi_lo}
 
     def prompt_weights(self, head: bool) -> dict[str, ArrayArg]:
         """Return the weights that prefill reads, with memory for converted weights.

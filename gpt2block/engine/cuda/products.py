@@ -164,6 +164,8 @@ def row_norms(w: WeightMatrix, gamma: CudaArray) -> NDArray[np.float64]:
     w: FP8 or GGUF blocks on the GPU, layout "NK", K a multiple of 4. The norms are computed from
     the stored numbers and their scales.
     """
+    if w.input_order is not None:
+        gamma = cupy.asarray(on_host(gamma)[w.input_order])
     squares = ROW_NORMS.bind((w, gamma)).run()
     norms: NDArray[np.float64] = MARGIN * np.sqrt(on_host(squares).astype(np.float64))
     return norms if w.scale is None else norms * on_host(w.scale)

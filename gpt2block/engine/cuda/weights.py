@@ -104,16 +104,16 @@ class CudaWeights(StoredModel):
         """
         reads_blocks = gpu().has_mma
         if isinstance(array, InBlocks):
-            if reads_blocks:
-                packed = array.on_device()
-                # Else CuPy's pool would keep the memory of the file's bytes for small arrays.
-                cupy.get_default_memory_pool().free_all_blocks()
-                return packed
-            array = array.on_host()
-        if isinstance(array, WeightMatrix):  # GGUF blocks, or a matrix of a model on another GPU
-            if reads_blocks or not isinstance(array, GgufMatrix):
-                return array.mapped(cupy.asarray)
-            array, layout = array.dequantized().T, "NK"
+            array = array.on_device() if reads_blocks else array.on_host()
+            # Else CuPy's pool would keep the memory of the file's bytes for small arrays.
+            cupy.get_default_memory_pool().free_all_blocks()
+        if isinstance(array, GgufMatrix):
+            if not reads_blocks:
+                array, layout = array.dequantized().T, "NK"
+            elif array.input_order is not None:
+                self._orders[f"{name}.order"] = cupy.asarray(array.input_order)
+        if isinstance(array, WeightMatrix):  # blocks, or a matrix of a model on another GPU
+            return array.mapped(cupy.asarray)
         rows = cupy.asarray(array)
         if not self._matrices:
             request(storage(rows), self.formats.dtype_of(name))

@@ -203,7 +203,7 @@ def operands(steps: Steps, step: Step, plan: DecodingPlan) -> str:
         together = plan.head_size
     why = _store(steps, step, plan, bound_of(plan, steps, step.name), together=together)
     if step.op == "operand":
-        if why:
+        if why and len(step.inputs) == 1:
             steps.drop(step.name, step.inputs[0])
         else:
             steps.replace(step.name, steps[step.name]._replace(dtype="float32"))

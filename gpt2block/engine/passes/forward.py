@@ -100,6 +100,7 @@ class Pass:
 
         add: the name of the sum, and the residual. gelu: the name of the result of GELU.
         """
+        a = self.in_order(name, a, w)
         y = self.do(name, "matmul_bias", (a, w, bias))
         if gelu:
             y = self.do(gelu, "gelu", (y,))
@@ -108,6 +109,11 @@ class Pass:
     def operand(self, name: str, x: Value) -> Value:
         """Convert rows that no norm precedes to the format of the products that read them."""
         return self.do(name, "operand", (x,))
+
+    def in_order(self, name: str, x: Value, w: str) -> Value:
+        """Put channels of x into the order of a matrix's inputs, if the matrix has an order."""
+        order = f"{w}.order"
+        return self.do(f"{name}_in", "operand", (x, order)) if self.do.has(order) else x
 
     def add_norm(self, name: str, x: Value, y: Value, gamma: str, scale: str = "") -> Value:
         """Compute x + RMSNorm(y), where y is the result of a product, times `scale` if given."""
@@ -175,8 +181,9 @@ class Pass:
 
     def gated(self, h: str, x: Value) -> Value:
         """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
-        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
-        up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
+        x = self.in_order(f"{h}gate", x, f"{h}w_up")  # w_gate has the same order
+        gate = self.do(f"{h}gate", "matmul_bias", (x, f"{h}w_gate", f"{h}b_gate"))
+        up = self.do(f"{h}up", "matmul_bias", (x, f"{h}w_up", f"{h}b_up"))
         return self.do(f"{h}ff", "silu_mul", (gate, up), **self.c.gate)
 
     def gated_by_layer(self, h: str, gate: Value) -> Value:

@@ -196,9 +196,11 @@ def _convert(steps: Steps, name: str) -> None:
 @rule("operand")
 def operands(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     """a step that only converts rows to the format of products"""
-    (x,) = step.inputs
+    x, *order = step.inputs
     gated = x in steps and steps[x].attrs.get("sigmoid")
-    if plan.hi_lo and plan.reads_parts(steps, step.name):
+    if order:
+        steps.replace(step.name, step._replace(dtype=plan.dtype))
+    elif plan.hi_lo and plan.reads_parts(steps, step.name):
         steps.replace(step.name, Step(hi_lo_of(step.name), "hi_lo", (x,), {}))
     elif not plan.shape.tensor_cores or plan.hi_lo or gated:
         steps.drop(step.name, x)
@@ -323,6 +325,7 @@ def _end_of_prefill(steps: Sequence[Step], plan: PrefillPlan) -> int:
     if plan.hi_lo:
         return end
     if plan.shape.tensor_cores:
+        end += steps[end].op == "operand" and len(steps[end].inputs) > 1  # `Pass.in_order`
         return end + (2 if steps[end + 1].op == "add" else 1)
     (head,) = (n for n, step in enumerate(steps) if "lm_head" in step.inputs)
     return head - 1

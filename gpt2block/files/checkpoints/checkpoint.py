@@ -218,7 +218,7 @@ class Checkpoint:
 
 def _states(stored: Mapping[str, Stored]) -> FileStates:
     """Return the states of the files that have tensors."""
-    files = sorted({piece.file for each in stored.values() for piece in each.pieces})
+    files = sorted({piece.file for each in stored.values() for piece in each.sources})
     with about("the weights"):
         states = [(file, file.stat()) for file in files]
     return tuple((file, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for file, at in states)

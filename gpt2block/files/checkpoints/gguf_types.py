@@ -1,4 +1,7 @@
-"""Read tensors of GGUF files: dequantize them with the package `gguf`, or keep them quantized."""
+"""Read tensors of GGUF files: dequantize them with the package `gguf`, or keep them quantized.
+
+`InBlocks` also keeps matrices of 4 bits in Hugging Face checkpoints quantized (`four_bit`).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpt2block.errors import CheckpointError, require
 from gpt2block.files.checkpoints.files import about
+from gpt2block.files.checkpoints.four_bit import FourBit
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, cut
 from gpt2block.models.weights.gguf import BORDER, TYPES, GgufMatrix, range_bytes
 from gpt2block.models.weights.gguf_packing import BlockRows, packed_on_device
@@ -60,6 +64,12 @@ class Encoded(Stored):
     def types(self) -> tuple[str, ...]:
         return (library().GGMLQuantizationType(self.kind).name,)
 
+    input_order: ClassVar[Any] = None  # inputs have the model's order
+
+    @property
+    def block_type(self) -> str:
+        return self.types[0]
+
     @property
     def nbytes(self) -> int:
         return self.length
@@ -103,6 +113,10 @@ class Encoded(Stored):
         self.read_bytes(0, data.reshape(-1))
         return self._in_model_order(data)
 
+    def block_rows(self) -> BlockRows:
+        """Return the rows as blocks, which are read in the file's row order."""
+        return BlockRows(self.block_type, self.shape[0], self.heads, self.read_bytes)
+
     def read_bytes(self, begin: int, array: NDArray[np.uint8]) -> None:
         """Fill `array` with the stored bytes from byte `begin` on. Raises CheckpointError."""
         with about(self.file), self.file.open("rb") as stream:
@@ -121,24 +135,27 @@ class Encoded(Stored):
         return ordered
 
 
-def block_parts(tensor: Stored) -> list[tuple[str, Encoded]]:
-    """Return (GGUF type, tensor) for tensors joined in a matrix; [] if kernels cannot read one."""
-    pieces = [piece for piece in tensor.pieces if isinstance(piece, Encoded)]
+def block_parts(tensor: Stored) -> list[tuple[str, Encoded | FourBit]]:
+    """Return (block type, tensor) for tensors joined in a matrix; [] if kernels cannot read one."""
+    pieces = [piece for piece in tensor.pieces if isinstance(piece, (Encoded, FourBit))]
     if len(pieces) != len(tensor.pieces) or tensor.layout != "NK" or tensor.head_order:
         return []
-    types = [piece.types[0] for piece in pieces]
+    types = [piece.block_type for piece in pieces]
     ends = accumulate(piece.shape[0] for piece in pieces)
     borders = [end for end, *two in zip(ends, types, types[1:], strict=False) if two[0] != two[1]]
     if not all(name in TYPES for name in types) or any(end % BORDER for end in borders):
+        return []
+    orders = [piece.input_order for piece in pieces]
+    if not all(np.array_equal(each, orders[0]) for each in orders):
         return []
     return list(zip(types, pieces, strict=True))
 
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A matrix in a GGUF file, whose quantized blocks `on_host` and `on_device` read."""
+    """A matrix in a file, whose quantized blocks `on_host` and `on_device` read."""
 
-    parts: list[tuple[str, Encoded]]
+    parts: list[tuple[str, Encoded | FourBit]]
     K: int
 
     @property
@@ -149,16 +166,15 @@ class InBlocks:
     def of_spans(self, spans: Sequence[tuple[int, int]]) -> InBlocks:
         """Return the rows in `spans`, which begin and end between heads and between BORDERs."""
         pieces = cut([part for _, part in self.parts], spans)
-        return InBlocks([(piece.types[0], piece) for piece in pieces], self.K)
+        return InBlocks([(piece.block_type, piece) for piece in pieces], self.K)
 
     def on_host(self) -> GgufMatrix:
-        return GgufMatrix.pack([(name, part.read_blocks()) for name, part in self.parts], self.K)
+        blocks = [(name, part.read_blocks()) for name, part in self.parts]
+        return replace(GgufMatrix.pack(blocks, self.K), input_order=self.parts[0][1].input_order)
 
     def on_device(self) -> GgufMatrix:
-        rows = [
-            BlockRows(name, part.shape[0], part.heads, part.read_bytes) for name, part in self.parts
-        ]
-        return packed_on_device(rows, self.K)
+        packed = packed_on_device([part.block_rows() for _, part in self.parts], self.K)
+        return replace(packed, input_order=self.parts[0][1].input_order)
 
 
 def in_blocks(tensor: Stored) -> InBlocks | None:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import files, nanogpt, pytorch
+from gpt2block.files.checkpoints.four_bit import Scheme
 from gpt2block.files.checkpoints.naming import GPT2_NAMING, Naming, naming_of
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, equal, itemsize, same
 from gpt2block.models.architectures import ARCHITECTURES
@@ -206,20 +207,35 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     if not files.is_file(path):
         found = _bare(file, tensors, GPT2_NAMING)
         return _gpt2_config(file, found), found
-    config, of_text = read_config(path, tensors)
+    config, of_text, scheme = read_config(path, tensors)
     tensors = _text_tensors(file, tensors) if of_text else tensors
+    if scheme is not None:
+        with files.about(file):
+            tensors = scheme.joined(tensors)
     settings = path.with_name(GENERATION_CONFIG)
     ends = end_tokens_in(files.read_object(settings))
     with files.about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     config = config.with_tensors(each.label for each in tensors)
-    return config, _bare(file, tensors, naming_of(config))
+    found = _bare(file, tensors, naming_of(config))
+    return config, found if scheme is None else _without_zeros(config, found)
 
 
-def read_config(path: Path, tensors: Sequence[Stored] = ()) -> tuple[ModelConfig, bool]:
-    """Return the config of a config.json, and whether it is the text model's of a larger model.
+def _without_zeros(config: ModelConfig, found: dict[str, Stored]) -> dict[str, Stored]:
+    """Drop biases of zeros that the model does not have, as early files of GPTQ store them."""
+    known = {name for names in naming_of(config).parts(config).values() for name in names}
+    extra = (n for n in found if n.endswith(".bias") and found[n].dtype in DTYPES)
+    zeros = {n for n in extra if n not in known and not found[n].read().any()}
+    return {name: tensor for name, tensor in found.items() if name not in zeros}
 
-    tensors: of the checkpoint, for a config without a dtype. Raises CheckpointError.
+
+def read_config(
+    path: Path, tensors: Sequence[Stored] = ()
+) -> tuple[ModelConfig, bool, Scheme | None]:
+    """Return the config of a config.json, and the scheme of matrices of 4 bits, if it states one.
+
+    The second item is whether the config is the text model's of a larger model. tensors: of the
+    checkpoint, for a config without a dtype. Raises CheckpointError.
     """
     content = files.read_json(path)
     text = _text_config(content)
@@ -227,7 +243,8 @@ def read_config(path: Path, tensors: Sequence[Stored] = ()) -> tuple[ModelConfig
     if isinstance(content, dict) and not (content.get("dtype") or content.get("torch_dtype")):
         content["dtype"] = next((each.dtype for each in tensors if each.dtype in DTYPES), None)
     try:
-        return parse_config(content), text is not None
+        scheme = Scheme.of(content) if isinstance(content, dict) else None
+        return parse_config(content), text is not None, scheme
     except (CheckpointError, InputError) as error:
         message = str(error).removeprefix(f"{CONFIG}: ")
         raise CheckpointError(f"{path}: {message}") from error

@@ -69,6 +69,11 @@ class Stored:
         """The stored tensors joined into this tensor, or only this tensor if none are joined."""
         return self.parts or (self,)
 
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        """The tensors of files from which the numbers are read: several for a matrix of 4 bits."""
+        return tuple(each for part in self.parts for each in part.sources) or (self,)
+
     def read(self) -> np.ndarray:
         """Read the tensor into a new array of the stored dtype; float64 becomes float32.
 

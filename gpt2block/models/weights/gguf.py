@@ -1,9 +1,12 @@
-"""Weight matrices in the quantized blocks of GGUF files: `GgufMatrix`.
+"""Weight matrices in quantized blocks, such as those of GGUF files: `GgufMatrix`.
 
-A block has 32 weights, or 256 weights in sub-blocks. Each weight is an integer code of 4 to 8 bits;
-a block or sub-block has a scale and, for some types, a minimum. Kernels read the bytes in another
-order than a file has, which a diagram in kernels_cu/lib/gguf.cuh shows: a tile has 8 rows and 128
-inputs, and the codes for a lane of a warp are next to each other.
+A block has 32 weights, or 256 in sub-blocks. Each weight is an integer code of 4 to 8 bits;
+a block or sub-block has a scale and, for some types, a minimum. Blocks of the types "INT4" and
+"INT4_128", which are no types of GGUF files, have 32 or 128 weights and a zero point: they hold
+weights of `files.checkpoints.four_bit`.
+
+Kernels read the bytes in another order than a file has, which a diagram in kernels_cu/lib/gguf.cuh
+shows: a tile has 8 rows and 128 inputs, and the codes for a lane of a warp are next to each other.
 
 Source of the types: ggml's quantized types, as the package `gguf` describes them.
 """
@@ -35,12 +38,13 @@ LANES = 4  # lanes of a warp per row of a tile
 MAX_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for q, k, v
 BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp's outputs have one type
 AT_ONCE = 2**20  # number of weights that are decoded at a time
+INT4, INT4_128 = "INT4", "INT4_128"
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
 
 
 class BlockType(NamedTuple):
-    """A block type of GGUF. A weight is scale * (code - offset) - minimum."""
+    """A block type. A weight is scale * (code - offset) - minimum, or scale * (code - zero)."""
 
     number: int  # number of the type in kernels_cu/lib/gguf.cuh
     size: int  # weights per block
@@ -49,6 +53,7 @@ class BlockType(NamedTuple):
     offset: int
     minimum: bool
     of_scales: int  # bytes of scales per row of a tile; per two tiles if a block has 256 weights
+    zero: bool = False  # whether scales are float32 numbers whose low 8 bits are the zero point
 
     @property
     def units(self) -> int:
@@ -74,6 +79,8 @@ TYPES: Mapping[str, BlockType] = {
     "Q4_K": BlockType(6, 256, 144, 4, 0, True, 16),
     "Q5_K": BlockType(7, 256, 176, 5, 0, True, 16),
     "Q6_K": BlockType(8, 256, 210, 6, 32, False, 18),
+    INT4: BlockType(9, 32, 20, 4, 0, False, 16, zero=True),
+    INT4_128: BlockType(10, 128, 68, 4, 0, False, 4, zero=True),
 }
 
 
@@ -81,9 +88,11 @@ TYPES: Mapping[str, BlockType] = {
 class GgufMatrix(WeightMatrix):
     """A weight matrix (K, N) in blocks of GGUF, layout "NK".
 
-    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: (GGUF type, number of outputs)
+    data: uint8 in the order of the kernels, NumPy or CuPy. ranges: (block type, number of outputs)
     for each range of outputs. inputs: K. x @ matrix and matrix[ids] decode some rows at a time.
-    scale: None, or scales of the outputs from `times`, which only prompts use.
+    scale: None, or scales of the outputs from `times`, which only prompts use. input_order: None,
+    or int32 (K,) in host memory: the blocks have the inputs in this order, and kernels read x after
+    `reference.operand` has put its channels in this order.
     """
 
     __array_ufunc__ = None  # makes NumPy call __rmatmul__ for x @ matrix
@@ -195,6 +204,8 @@ class GgufMatrix(WeightMatrix):
                 piece = unpack(on_host(row_groups[first : first + at_once]).ravel(), name, self.K)
                 begin = ROW_GROUP * first
                 piece = piece[: count - begin]
+                if self.input_order is not None:
+                    piece = piece[:, np.argsort(self.input_order)]
                 if self.scale is not None:
                     piece *= on_host(self.scale)[n + begin :][: len(piece), None]
                 yield n + begin, piece
@@ -258,11 +269,22 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
     """Return rows of random blocks in GGUF files' byte order; weights are roughly in ±`size`."""
     kind, rng = TYPES[name], np.random.default_rng(seed)
     rows = rng.integers(0, 256, (N, K // kind.size, kind.nbytes), dtype=np.uint8)
-    largest = 2**kind.bits * (1 if kind.size == 32 else 64)
+    largest = 2**kind.bits * (64 if kind.size == 256 else 1)
     for begin in (208,) if name == "Q6_K" else (0, 2) if kind.minimum else (0,):
         scale = rng.standard_normal(rows.shape[:2]) * (size / largest)
         rows[..., begin : begin + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
+        if kind.zero:
+            rows[..., :4] = with_zeros(scale.astype(np.float16), rng.integers(17, size=scale.shape))
     return rows.reshape(N, -1)
+
+
+def with_zeros(scale: np.ndarray, zero: np.ndarray) -> NDArray[np.uint8]:
+    """Return the bytes (…, 4) of scales as float32 numbers whose low 8 bits are the zero points.
+
+    scale: (…,) of 16 bits, so that these bits are 0 in the float32 numbers. zero: 0 to 16.
+    """
+    words = scale.astype(np.float32).view(np.uint32) | zero.astype(np.uint32)
+    return words[..., None].view(np.uint8)
 
 
 def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
@@ -278,7 +300,7 @@ def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
     with np.errstate(**QUIET):
         scale, minimum = _scales(tiles, kind)
         largest = np.abs(scale) * of_code
-        return float((largest + np.abs(minimum) if kind.minimum else largest).max())
+        return float((largest if minimum is None else largest + np.abs(minimum)).max())
 
 
 def pack(raw: NDArray[np.uint8], name: str, K: int) -> NDArray[np.uint8]:
@@ -319,11 +341,11 @@ def _codes_and_scales(b: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     kind = TYPES[name]
     if name == "Q8_0":
         return b[..., 2:] ^ 128, b[..., :2]
-    if kind.size == 32:
-        own = 4 if kind.minimum else 2
+    if kind.size < 2 * UNIT:
+        own = kind.of_scales * kind.size // UNIT
         high = 4 * (kind.bits == 5)
-        low = b[..., own + high :]
-        codes = np.concatenate([low & 15, low >> 4], axis=-1)
+        low = b[..., own + high :].reshape(*b.shape[:2], -1, 16)
+        codes = np.concatenate([low & 15, low >> 4], axis=-1).reshape(*b.shape[:2], kind.size)
         if high:
             bits = b[..., own : own + 4, None] >> SHIFTS & 1
             codes |= bits.reshape(codes.shape) << 4
@@ -385,7 +407,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
         of_scale = codes.reshape(*scale.shape, -1)
         values = of_scale.astype(np.float32) - np.float32(kind.offset)
         values *= scale[..., None]
-        if kind.minimum:
+        if minimum is not None:
             values -= minimum[..., None]
     rows: NDArray[np.float32] = values.transpose(0, 2, 1, 3, 4).reshape(O * ROW_GROUP, -1)[:, :K]
     return rows
@@ -416,16 +438,23 @@ def _codes(tiles: NDArray[np.uint8], kind: BlockType, low: int) -> Any:
 
 
 def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
-    """Return float32 scales and minimums by (eight rows, group of tiles, row, sub-block)."""
+    """Return float32 scales and minimums by (eight rows, group of tiles, row, sub-block).
+
+    Minimums are None if a type has none. With a zero point, scale * zero is a minimum: it is exact.
+    """
     O, G = tiles.shape[:2]  # noqa: E741
     rest = np.ascontiguousarray(tiles[..., kind.tile - ROW_GROUP * kind.of_scales :])
     if kind.bits == 6:
         s = rest[..., :128].view(np.int8).reshape(O, G, ROW_GROUP, 16).astype(np.float32)
         d = np.ascontiguousarray(rest[..., 128:]).view(np.float16).astype(np.float32)
         return s * d[..., None], None
+    if kind.zero:
+        numbers = rest.view(np.uint32).reshape(O, G, ROW_GROUP, -1)
+        scale = (numbers & ~np.uint32(255)).view(np.float32)
+        return scale, scale * (numbers & 255).astype(np.float32)
     if kind.size == 32:
         halves = rest.view(np.float16).reshape(O, G, ROW_GROUP, 4, -1).astype(np.float32)
-        return halves[..., 0], -halves[..., -1]
+        return halves[..., 0], -halves[..., -1] if kind.minimum else None
     words = rest.reshape(O, G, ROW_GROUP, 16)
     d = np.ascontiguousarray(words[..., :4]).view(np.float16).astype(np.float32)
     both, low = words[..., 4:12], words[..., None, 12:] >> SHIFTS[[0, 4], None] & 15

@@ -37,7 +37,7 @@ class WeightMatrix(Composite):
     float32 (N,), for FP8 only: a weight of output n is scale[n] times the number in data; None
     means all ones. largest: the largest magnitude before rounding by `quantize`, else None.
     share_of: number of outputs of the whole matrix, if this matrix is a share of its outputs as
-    `columns` returns it, else None.
+    `columns` returns it, else None. input_order: None, or see `GgufMatrix`.
 
     The arrays are not copied. Raises InputError for arrays that do not match, and for FP8 bytes
     that are infinity or NaN, which the kernels would treat as numbers.
@@ -51,6 +51,7 @@ class WeightMatrix(Composite):
     layout: str = "KN"
     largest: float | None = None
     share_of: int | None = field(default=None, kw_only=True)
+    input_order: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_choices(self.dtype, self.layout)

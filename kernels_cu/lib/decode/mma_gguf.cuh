@@ -160,6 +160,7 @@ struct Blocks {
             parts[i].load(lows, highs, highs + Part::HIGH_BYTES, half, threadIdx.x % 32 / 4);
             own[i] = parts[i].own(half);
         }
+        float whole[Part::WHOLE ? ROW_TILES : 1][4] = {};  // with WHOLE, the sums over the unit without the factor d
 #pragma unroll
         for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk) {
             order::Columns columns;
@@ -167,9 +168,9 @@ struct Blocks {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned pairs[4];
-                parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
+                parts[i].codes(chunk, Part::by_of(own[i], chunk), pairs);
                 gguf::place(pairs, i, columns.value);
-                if (!Part::INTEGERS) by[i][0] = gguf::of_lane(own[i].first, chunk);
+                if (!Part::INTEGERS && !Part::WHOLE) by[i][0] = gguf::of_lane(own[i].first, chunk);
                 if (Part::HALVES) by[i][1] = gguf::of_lane(own[i].second, chunk);
             }
 #pragma unroll
@@ -177,16 +178,25 @@ struct Blocks {
                 order::Rows x;
                 input.get(x, r, split, unit, chunk);
                 float part[2][4] = {};
-                float (&first)[4] = Part::INTEGERS ? found[Part::INTEGERS ? r : 0] : part[0];
-                float (&second)[4] = Part::INTEGERS ? first : part[Part::HALVES];
+                float (&parted)[4] = Part::WHOLE ? whole[Part::WHOLE ? r : 0] : part[0];
+                float (&first)[4] = Part::INTEGERS ? found[Part::INTEGERS ? r : 0] : parted;
+                float (&second)[4] = Part::INTEGERS || Part::WHOLE ? first : part[Part::HALVES];
                 mma_fp16(first, columns.value[0], x.value[0]);
                 mma_fp16(second, columns.value[1], x.value[1]);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& to = sums.of[0][r][i];
-                    if (!Part::INTEGERS) to = fmaf(by[i / 2][0], part[0][i], to);
+                    if (!Part::INTEGERS && !Part::WHOLE) to = fmaf(by[i / 2][0], part[0][i], to);
                     if (Part::HALVES) to = fmaf(by[i / 2][1], part[1][i], to);
                 }
+            }
+        }
+#pragma unroll
+        for (int r = 0; Part::WHOLE && r < ROW_TILES; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& to = sums.of[0][r][i];
+                to = fmaf(own[i / 2].first, whole[Part::WHOLE ? r : 0][i], to);
             }
         }
         if (half == Part::UNITS - 1 || unit + 1 == UNITS) end_tile(parts, half, split, unit, input, sums, found);

@@ -238,7 +238,7 @@ struct Consumer {
     }
 
     // For types without INTEGERS: adds the products of a unit (128 values of K), whose sub-blocks have separate sums,
-    // to `sums`.
+    // to `sums`. With WHOLE, the unit has one sum.
     template <int RANGE>
     __device__ __forceinline__ void add_unit(Products& sums, int unit) {
         typedef typename gguf::OfRange<RANGE>::Of Part;
@@ -253,21 +253,24 @@ struct Consumer {
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             const int step = piece * EACH;
-            if (step % 2 == 0) unpack(parts, own, step / 2, codes[step / 2 % 2]);
+            if (step % 2 == 0) {
+                if (Part::WHOLE) wait_for_products<1>();  // products of chunk - 2, which used the same registers
+                unpack(parts, own, step / 2, codes[step / 2 % 2]);
+            }
             fence_sums();
 #pragma unroll
             for (int s = step; s < step + EACH; ++s) {
                 const Matrix b = further(x, s / 4 * BOX_BYTES + s % 4 * 32);
-                multiply(found[piece % 2], codes[s / 2 % 2][s % 2], b, s > step);
+                multiply(found[Part::WHOLE ? 0 : piece % 2], codes[s / 2 % 2][s % 2], b, s > (Part::WHOLE ? 0 : step));
             }
             end_products();
-            if (piece > 0) {
+            if (!Part::WHOLE && piece > 0) {
                 wait_for_products<1>();
                 add<Part>(sums, found[(piece - 1) % 2], own, piece - 1);
             }
         }
         wait_for_products<0>();
-        add<Part>(sums, found[(PIECES - 1) % 2], own, PIECES - 1);
+        add<Part>(sums, found[Part::WHOLE ? 0 : (PIECES - 1) % 2], own, PIECES - 1);
         int free = used;
         if constexpr (Part::MINIMUM) {
             const typename Part::End ends[2] = {parts[0].end(), parts[1].end()};
@@ -284,7 +287,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             unsigned pairs[4];
-            parts[i].codes(chunk, Part::INTEGERS ? gguf::of_lane(own[i].by, chunk) : 0u, pairs);
+            parts[i].codes(chunk, Part::by_of(own[i], chunk), pairs);
             gguf::place(pairs, i, to);
         }
     }
