@@ -40,6 +40,8 @@ _INCLUDED = re.compile(
     re.MULTILINE,
 )
 
+_USERS_FILE = re.compile(r'^#line 1 "(/.+/)(.+)"$', re.MULTILINE)  # its folder and its name
+
 
 class Limits(NamedTuple):
     """The limits of the compiler for one source."""
@@ -80,9 +82,19 @@ def compile(
 ) -> Compiled | Refused:
     """Compile a source for an architecture such as "sm_90a". name: its file in messages.
 
-    PTX is kept for later processes, until the source, an included file or NVRTC changes. assemble:
-    whether ptxas compiles the PTX, too: the log then has its messages.
+    PTX is kept for later processes, until the source, an included file or NVRTC changes. The log
+    does not name the folder of a user's file: equal files of two folders are compiled once.
+    assemble: whether ptxas compiles the PTX, too: the log then has its messages.
     """
+    if own := _USERS_FILE.search(source):
+        line, folder, file = own[0], *own.groups()
+        source = source.replace(line, f'#line 1 "/{file}"', 1)
+        made = compile(
+            source, name=name, arch=arch, options=options, limits=limits, assemble=assemble
+        )
+        if isinstance(made, Refused):
+            return made
+        return made._replace(ptx=made.ptx.replace(f'"/{file}"', f'"{folder}{file}"'))
     library = find_library()
     if isinstance(library, Refused):
         return library
@@ -113,7 +125,7 @@ def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str |
     """
     source, name, *_ = request
     here = Path(name).absolute().parent
-    digest = hashlib.sha256(json.dumps([str(here), request, _installed(library)]).encode())
+    digest = hashlib.sha256(json.dumps([request, _installed(library)]).encode())
     waiting, seen = [(source, here)], set()
     with suppress(OSError, ValueError):  # such as an include of a name with a null byte
         while waiting:
