@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from signal import SIGXCPU, Signals
@@ -130,7 +130,7 @@ def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str |
     with suppress(OSError, ValueError):  # such as an include of a name with a null byte
         while waiting:
             text, parent = waiting.pop()
-            included = _INCLUDED.findall(text)
+            included = _included(text)
             if "" in included:
                 return None
             for path in (Path(each, file) for file in included for each in (str(parent), *folders)):
@@ -141,6 +141,12 @@ def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str |
                     digest.update(f"{path} {waiting[-1][0]}".encode())
         return f"{digest.hexdigest()[:32]}.ptx.gz"
     return None
+
+
+@lru_cache(maxsize=256)  # a header is read for each kernel that includes it
+def _included(text: str) -> tuple[str, ...]:
+    """Return the names that `_INCLUDED` finds."""
+    return tuple(_INCLUDED.findall(text))
 
 
 @cache
