@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import threading
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
@@ -71,8 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Workers keep byte code: compiling the tests takes each worker eight seconds. A process
         # alone obeys the variable: tools/planted_bugs.py edits sources several times a second.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    if config.getoption("numprocesses", None) and engine.missing() is None:
-        engine._built()  # once, before several workers need it
+        if engine.missing() is None:
+            threading.Thread(target=engine._built).start()  # workers that need the engine wait
     os.environ.pop("COLUMNS", None)  # tables have their usual width
     os.unsetenv("COLUMNS")  # pytest imports readline, which sets it without os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -186,6 +187,24 @@ def test_a_build_that_fails_is_reported_and_not_tried_again(
         assert (tmp_path / "calls").read_text().count("x") <= 2  # at most one for each source
     finally:
         engine._open.cache_clear()
+
+
+def test_one_of_several_processes_builds_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+
+    def compile_slowly(command: list[str]) -> None:
+        ran.append(command)
+        time.sleep(0.1)
+        Path(command[-1]).touch()
+
+    monkeypatch.setattr(engine.kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(engine, "_compile", compile_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: engine._built(), range(2))
+    assert first == second
+    assert len(ran) == len([*engine.SOURCES.glob("*.cpp")]) + 1
 
 
 @pytest.mark.parametrize(
