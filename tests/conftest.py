@@ -210,19 +210,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Files outside the folders come first: each takes long, which would leave other workers idle.
     """
     if not config.getoption("--slow") and not config.getoption("--gpu"):
-        slow = [item for item in items if "slow" in item.keywords]
-        items[:] = [item for item in items if "slow" not in item.keywords]
-        config.hook.pytest_deselected(items=slow)
+        deselect(config, items, "slow")
     if not config.getoption("--gpu"):
-        on_gpu = [item for item in items if "gpu" in item.keywords]
-        items[:] = [item for item in items if "gpu" not in item.keywords]
-        config.hook.pytest_deselected(items=on_gpu)
+        config.stash[ON_GPU] = deselect(config, items, "gpu")
         if is_worker(config):
-            config.workeroutput["on_gpu"] = len(on_gpu)  # type: ignore[attr-defined]
-        config.stash[ON_GPU] = len(on_gpu)
+            config.workeroutput["on_gpu"] = config.stash[ON_GPU]  # type: ignore[attr-defined]
     if config.getoption("--part"):
         items[:] = part_of(items, config.getoption("--part"))
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], mark: str) -> int:
+    """Deselect the tests with a mark; return how many they are."""
+    found = [item for item in items if mark in item.keywords]
+    items[:] = [item for item in items if mark not in item.keywords]
+    config.hook.pytest_deselected(items=found)
+    return len(found)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
