@@ -37,7 +37,7 @@ MAX_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 LARGE_BUDGET = 100 * BUDGET  # a launch without checks has it
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 _BUILDING = threading.Lock()
