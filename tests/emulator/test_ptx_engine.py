@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
+from gpt2block.emulator.ptx import cache as programs
 from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.encode import UnsupportedError, encode
 from gpt2block.emulator.ptx.engine import CHECKED, ORDERS, Finding, Order, Result, launch
@@ -193,8 +194,12 @@ def test_a_build_that_fails_is_reported_and_not_tried_again(
 def test_one_of_several_processes_builds_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    build = Mock(side_effect=lambda _, target: time.sleep(0.1) or target.touch())
-    monkeypatch.setattr(engine.kept, "folder", lambda: tmp_path)
+    def build_slowly(_: str, target: Path) -> None:
+        time.sleep(0.1)
+        target.touch()
+
+    build = Mock(side_effect=build_slowly)
+    monkeypatch.setattr(programs, "folder", lambda: tmp_path)
     monkeypatch.setattr(engine, "_build", build)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: engine._built(), range(2))
