@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import chain, repeat
+from pathlib import Path
 
 import compile_for
 import pytest
 
 from gpt2block.cuda import kernels
+from gpt2block.emulator.ptx import cache, nvrtc
 
 Job = tuple[str, str, kernels.Defines]  # file, architecture, constants
 SPILLS = re.compile(r"\b[1-9]\d* bytes spill")
@@ -36,8 +38,19 @@ class Compiler:
     def compile(self, job: Job, kernel: str | None = None) -> tuple[list[str], str]:
         """Return the names of the kernels in the cubin, and the compiler's log.
 
-        kernel: the only kernel to compile; None: all of the file.
+        kernel: the only kernel to compile; None: all of the file. The result is kept for later runs
+        of the tests.
         """
+        file, arch, defines = job
+        library = nvrtc.find_library()
+        assert isinstance(library, Path)
+        tool = Path(compile_for.__file__).read_text("utf-8")
+        request = [kernels.program(file, defines, kernel), file, arch, tool]
+        key = nvrtc._key(library, request, [str(kernels.SOURCE_DIR)])
+        assert key
+        if kept := cache.read(key):
+            there, log = json.loads(kept)
+            return there, log
         if self._process is None or self._left == 0:
             self.close()
             self._process = subprocess.Popen(
@@ -58,6 +71,7 @@ class Compiler:
         if SPILLS.search(log) and self._left < self.MAX_FILES - 1:
             self.close()
             return self.compile(job, kernel)
+        cache.write(key, json.dumps([there, log]))
         return there, log
 
     def close(self) -> str:

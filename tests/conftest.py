@@ -6,9 +6,8 @@ import gc
 import os
 import random
 import re
-import shutil
 import signal
-import tempfile
+import threading
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,8 @@ from gpt2block.emulator.ptx import engine
 from tests.devices import EMULATED, device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
-TIME_OF_PTXAS = re.compile(r"Compile time = [\d.]+ ms")  # in a log
+# What differs between compilations: times in a log, and the folder of a process in PTX.
+OF_A_COMPILATION = re.compile(r"""Compile time = [\d.]+ ms|(?<=\.file)\\t\d+ \\"[^"]*/""")
 ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu
 CPU_SECONDS = pytest.StashKey[float]()  # CPU time of the workers and of their programs
 
@@ -68,13 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[programs.VARIABLE] = str(programs.folder())  # also if a test changes HOME
     if share := config.getoption("--recompile"):
         compile_again(share)
-    if config.getoption("numprocesses", None) and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        # Cache byte code, or hundreds of programs compile the package again. Use a separate folder:
-        # next to the sources, Python would reuse byte code of a source that was edited in the same
-        # second, as tools/planted_bugs.py does.
-        os.environ.update(PYTHONPYCACHEPREFIX=temporary_folder(config))
-    if config.getoption("numprocesses", None) and engine.missing() is None:
-        engine._built()  # once, before several workers need it
+    if config.getoption("numprocesses", None):
+        # Workers keep byte code: compiling the tests takes each worker eight seconds. A process
+        # alone obeys the variable: tools/planted_bugs.py edits sources several times a second.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        if engine.missing() is None:
+            threading.Thread(target=engine._built).start()  # workers that need the engine wait
     os.environ.pop("COLUMNS", None)  # tables have their usual width
     os.unsetenv("COLUMNS")  # pytest imports readline, which sets it without os.environ
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -93,16 +92,9 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--gpu: no CUDA device can be used: {problem}")
 
 
-def is_of(nodeid: str, test: str) -> bool:
-    """Return whether `nodeid` is the id `test`, or a case of the function or file `test`."""
-    return nodeid == test or nodeid.startswith((f"{test}[", f"{test}::"))
-
-
-def temporary_folder(config: pytest.Config) -> str:
-    """Create a folder that is removed at the end of the session."""
-    folder = tempfile.mkdtemp(prefix="gpt2block-tests-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    return folder
+def ids_of(nodeid: str) -> set[str]:
+    """Return the ids that name a test: its own, its function's and its file's."""
+    return {nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]}
 
 
 def compile_again(share: int) -> None:
@@ -122,7 +114,7 @@ def compile_again(share: int) -> None:
         return None
 
     def write_the_same(name: str, text: str) -> None:
-        texts = [TIME_OF_PTXAS.sub("", each) for each in (kept.get(name, text), text)]
+        texts = [OF_A_COMPILATION.sub("", each) for each in (kept.get(name, text), text)]
         assert texts[0] == texts[1], f"{name}: another compilation gave another text"
         write(name, text)
 
@@ -172,7 +164,7 @@ def covered(items: list[pytest.Function]) -> list[pytest.Function]:
     rest = {item: found for item, found in every.items() if not EMULATED.isdisjoint(found)}
     missing = set[Any]().union(*rest.values())
     for item in list(rest):
-        if any(is_of(item.nodeid, test) for test in tests_of_bugs()):
+        if not tests_of_bugs().isdisjoint(ids_of(item.nodeid)):
             missing -= rest.pop(item)
     while missing:  # max() prefers the last order, which searches for races
         best = max(reversed(rest), key=lambda item: len(rest[item] & missing))
@@ -217,20 +209,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Files outside the folders come first: each takes long, which would leave other workers idle.
     """
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
     if not config.getoption("--slow") and not config.getoption("--gpu"):
-        slow = [item for item in items if "slow" in item.keywords]
-        items[:] = [item for item in items if "slow" not in item.keywords]
-        config.hook.pytest_deselected(items=slow)
+        deselect(config, items, "slow")
     if not config.getoption("--gpu"):
-        on_gpu = [item for item in items if "gpu" in item.keywords]
-        items[:] = [item for item in items if "gpu" not in item.keywords]
-        config.hook.pytest_deselected(items=on_gpu)
+        config.stash[ON_GPU] = deselect(config, items, "gpu")
         if is_worker(config):
-            config.workeroutput["on_gpu"] = len(on_gpu)  # type: ignore[attr-defined]
-        config.stash[ON_GPU] = len(on_gpu)
+            config.workeroutput["on_gpu"] = config.stash[ON_GPU]  # type: ignore[attr-defined]
     if config.getoption("--part"):
         items[:] = part_of(items, config.getoption("--part"))
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], mark: str) -> int:
+    """Deselect the tests with a mark; return how many they are."""
+    found = [item for item in items if mark in item.keywords]
+    items[:] = [item for item in items if mark not in item.keywords]
+    config.hook.pytest_deselected(items=found)
+    return len(found)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -48,6 +48,9 @@ on_every_device = pytest.mark.parametrize("where", [*ORDERS, GPU])
 on_one_order = pytest.mark.parametrize("where", [ORDERS[-1], GPU])
 on_every_backend = pytest.mark.parametrize("where", ["numpy", *ORDERS, GPU])
 on_one_of_each = pytest.mark.parametrize("where", ["numpy", ORDERS[-1], GPU])
+on_emulator = pytest.mark.skipif(
+    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
+)  # for tests that emulate a device themselves
 H200 = 132  # multiprocessors
 FEW_THREADS = 64
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import subprocess
 from fractions import Fraction
 from functools import cache
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import gpt2block.emulator.ptx
-from gpt2block.emulator.ptx.cache import folder
+from gpt2block.emulator.ptx.cache import folder, lock
 from gpt2block.emulator.ptx.engine import FLAGS
 
 Rows = npt.NDArray[np.uint64]
@@ -31,8 +30,7 @@ def _library() -> ctypes.CDLL:
     sources = [HERE / "ptx_instruction.cpp", *sorted(HEADERS.glob("*.[ch]*"))]
     key = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     library = folder() / f"instruction-{key[:20]}.so"
-    with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock("instruction"):
         if not library.exists():
             made = library.with_suffix(".new")
             command = ("g++", *FLAGS, "-O1", "-shared", f"-I{HEADERS}", str(sources[0]))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gpt2block
+from gpt2block.emulator.ptx import cache
 from gpt2block.engine.generation.options import GenerateOptions
 from gpt2block.model import Model
 
@@ -39,7 +40,8 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("types")
     file = folder / "program.py"
     file.write_text("\n".join(lines))
-    options = ["--follow-imports=silent", "--no-pretty", f"--cache-dir={folder / 'cache'}"]
+    kept = cache.folder() / "mypy"
+    options = ["--follow-imports=silent", "--no-pretty", f"--cache-dir={kept}"]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, str(file)],
         cwd=ROOT,

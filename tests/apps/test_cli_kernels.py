@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import emulator
 from gpt2block.apps.cli import mine as cli_mine
 from gpt2block.apps.cli.mine import rank
 from gpt2block.cuda import doctor
@@ -21,10 +20,7 @@ from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.bench.variants import Measurement
 from gpt2block.ops.registry import find
 from tests.command_line import Ended, gpt2block
-
-on_emulator = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+from tests.devices import on_emulator
 
 
 def kernels(*arguments: object) -> Ended:

@@ -94,7 +94,7 @@ def test_one_clients_rules_delay_no_other_client() -> None:
     """A client's rules are compiled one by one; its requests without rules do not wait for them."""
     keys = {name: f"key-of-the-client-{name}" for name in "ab"}
     with (
-        serving(small(), rows=2, keys=keys, rule_seconds=1) as running,
+        serving(small(), rows=2, keys=keys, rule_seconds=0.5) as running,
         ThreadPoolExecutor(4) as threads,
     ):
         headers = {name: {"Authorization": f"Bearer {key}"} for name, key in keys.items()}
@@ -112,7 +112,7 @@ def test_one_clients_rules_delay_no_other_client() -> None:
         for each in slow:
             status, found = each.result()
             assert (status, found["error"]["param"]) == (400, "structured_outputs")
-            assert "json: compiling takes more than 1 s of CPU time" in found["error"]["message"]
+            assert "json: compiling takes more than 0.5 s of CPU time" in found["error"]["message"]
 
 
 def test_kept_rules_have_a_limit_of_bytes() -> None:
@@ -132,7 +132,7 @@ def test_kept_rules_have_a_limit_of_bytes() -> None:
     assert matchers[0].compiled.nbytes == 164 << 20
 
 
-LATE = "from gpt2block.apps.serve import listening; listening.EXIT_SECONDS = 2"
+LATE = "from gpt2block.apps.serve import listening; listening.EXIT_SECONDS = 0.5"
 
 
 def computing(seconds: str) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from gpt2block.cuda import kernels
+from gpt2block.emulator.ptx import cache as programs
 from gpt2block.emulator.ptx import engine, nvrtc
 from gpt2block.emulator.ptx.encode import UnsupportedError, encode
 from gpt2block.emulator.ptx.engine import CHECKED, ORDERS, Finding, Order, Result, launch
@@ -186,6 +189,22 @@ def test_a_build_that_fails_is_reported_and_not_tried_again(
         assert (tmp_path / "calls").read_text().count("x") <= 2  # at most one for each source
     finally:
         engine._open.cache_clear()
+
+
+def test_one_of_several_processes_builds_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build_slowly(_: str, target: Path) -> None:
+        time.sleep(0.1)
+        target.touch()
+
+    build = Mock(side_effect=build_slowly)
+    monkeypatch.setattr(programs, "folder", lambda: tmp_path)
+    monkeypatch.setattr(engine, "_build", build)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: engine._built(), range(2))
+    assert first == second
+    build.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,13 @@ def test_a_limit_refuses_the_source_and_not_the_next_one(
 
 
 def test_ptx_is_kept_until_a_text_changes(tmp_path: Path) -> None:
-    def compiles(source: str, *options: str) -> bool:
+    def compiles(source: str, *options: str, file: str = "") -> bool:
+        source = f'#line 1 "{file}"\n{source}' if file else source
         with patch.object(nvrtc._Child, "compile", autospec=True, side_effect=run) as ran:
             made = nvrtc.compile(source, name=str(tmp_path / "a.cu"), arch="sm_80", options=options)
         assert isinstance(made, nvrtc.Compiled), made
         assert "multiply" in made.ptx
+        assert f'"{file}"' in made.ptx or not file
         return bool(ran.called)
 
     run = nvrtc._Child.compile
@@ -126,6 +128,8 @@ def test_ptx_is_kept_until_a_text_changes(tmp_path: Path) -> None:
     (tmp_path / "lib" / "b.cuh").write_text("#define FACTOR 3", "utf-8")
     assert [compiles(text), compiles(text), compiles(text, "-G")] == [True, False, True]
     assert [compiles(f"#define MACRO\n{text}"), compiles(text)] == [True, False]
+    files = ("/a/my.cu", "/b/my.cu", "/b/other.cu", "/other.cu")
+    assert [compiles(text, file=each) for each in files] == [True, False, True, False]
     with patch.object(nvrtc, "_installed", lambda library: ["another version"]):
         assert [compiles(text), compiles(text)] == [True, False]
     for path in tmp_path.glob("*.ptx.gz"):

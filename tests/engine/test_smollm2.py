@@ -21,7 +21,7 @@ from gpt2block.files.tokenizers import tokenizer
 from tests.command_line import gpt2block
 from tests.refusals import refused
 
-ON_NUMPY = 4  # tokens per continuation with NumPy
+ON_NUMPY = 2  # tokens per continuation with NumPy
 STOPPED = "<|im_end|>"
 
 

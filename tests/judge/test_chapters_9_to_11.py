@@ -11,19 +11,17 @@ import charts
 import numpy as np
 import pytest
 
-from gpt2block import GPT2Config, emulator
+from gpt2block import GPT2Config
 from gpt2block.judge.solutions import solution
 from gpt2block.models.config import model_shapes
 from gpt2block.ops.registry import find
 from tests.command_line import gpt2block
+from tests.devices import on_emulator
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOKEN, FUSION, BITS, DRAFT = (
     (DOCS / "learn" / f"{name}.md").read_text(encoding="utf-8")
     for name in ("9-one-token", "10-fusion", "11-eight-bits", "12-draft-and-verify")
-)
-on_emulator = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
 )
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import emulator
 from gpt2block.judge import folder
 from gpt2block.judge.templates import names
+from tests.devices import on_emulator
 
 SETS = sorted(
     path for path in (Path(__file__).parents[1] / "corpus" / "cheats").iterdir() if path.is_dir()
@@ -37,9 +37,7 @@ def test_the_sets_are_large() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+@on_emulator
 def test_a_few_verdicts_are_as_expected() -> None:
     kernels = [each for found in KERNELS.values() for each in found][::EVERY]
     found = list(folder.judge(kernels, 2, device="cpu", seed=0))

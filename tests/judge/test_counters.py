@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import emulator
 from gpt2block.apps.cli import counters
 from gpt2block.emulator.ptx import nvrtc
 from gpt2block.emulator.ptx.counters import METRICS, Counts, total
@@ -16,12 +15,10 @@ from gpt2block.judge.templates import template
 from gpt2block.ops import workload
 from gpt2block.ops.registry import find, parse_sizes
 from tests.command_line import gpt2block
-from tests.devices import slow
+from tests.devices import on_emulator, slow
 from tests.judge.test_verdict import validate
 
-pytestmark = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+pytestmark = on_emulator
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learn" / "counters.md").read_text("utf-8")
 TABLES = re.findall(r"<!-- counters: (\w+) (\S+) -->\n\n\|(.*)\n.*\n((?:\|.*\n)+)", PAGE)

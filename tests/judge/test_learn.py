@@ -10,12 +10,11 @@ from textwrap import dedent
 
 import pytest
 
-from gpt2block import emulator
 from gpt2block.judge.solutions import solution
 from gpt2block.judge.templates import template
 from gpt2block.ops.registry import find
 from tests.command_line import gpt2block
-from tests.devices import slow
+from tests.devices import on_emulator, slow
 
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
 BLOCK = re.compile(r"^( *)```\n(\1\$ gpt2block .*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -77,9 +76,7 @@ def test_every_page_with_outputs_is_listed() -> None:
     assert {page.stem for page in LEARN.glob("*.md") if outputs(page.stem)} == set(SHOWN)
 
 
-@pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+@on_emulator
 @pytest.mark.parametrize("page", ["0-first-kernel", slow("2-reductions"), "4-shared-memory"])
 def test_a_page_shows_what_is_printed(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,9 +87,7 @@ def test_a_page_shows_what_is_printed(
         assert words(gpt2block(*shlex.split(command)).out) == words(shown)
 
 
-@pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+@on_emulator
 def test_one_uncorrected_operand_makes_as_many_elements_wrong_as_the_other(tmp_path: Path) -> None:
     """Chapter 6, exercise 3, states this number of wrong elements."""
     counts = []

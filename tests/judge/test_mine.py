@@ -37,12 +37,8 @@ from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.registry import OPERATIONS, find
 from gpt2block.sampling import Sampling, probabilities, random_bits
 from tests import children
-from tests.devices import slow
+from tests.devices import on_emulator, slow
 
-NO_EMULATOR = emulator.missing()
-on_emulator = pytest.mark.skipif(
-    NO_EMULATOR is not None, reason=f"no CUDA on the CPU: {NO_EMULATOR}"
-)
 BEST = Ceilings(4000.0, {"float32": 50.0, "float16": 700.0})
 ADD = """// launch: grid=ceil(n / block) block=64
 extern "C" __global__ void my_add(const float* a, const float* b, float* y, int n) {
@@ -751,8 +747,8 @@ def test_further_outputs_are_compared(tmp_path: Path) -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the emulator, with replays of 1 ms: one round over two copies of the inputs."""
-    if NO_EMULATOR:
-        pytest.skip(NO_EMULATOR)
+    if problem := emulator.missing():
+        pytest.skip(problem)
     monkeypatch.setattr(race, "MAX_SETS", 2)
     monkeypatch.setattr(variants, "MAX_LAUNCHES", 2)
     monkeypatch.setattr(timing, "CALLS", 1)

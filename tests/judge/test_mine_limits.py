@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpt2block import check_kernel, emulator
+from gpt2block import check_kernel
 from gpt2block.emulator.ptx import nvrtc
 from gpt2block.errors import InputError, NotJudged
 from gpt2block.judge import on_cpu, sizes
@@ -17,11 +17,8 @@ from gpt2block.judge.limits import limit
 from gpt2block.judge.source import largest_number, read
 from gpt2block.judge.templates import names, path_of
 from gpt2block.ops.registry import find
+from tests.devices import on_emulator
 
-NO_EMULATOR = emulator.missing()
-on_emulator = pytest.mark.skipif(
-    NO_EMULATOR is not None, reason=f"no CUDA on the CPU: {NO_EMULATOR}"
-)
 ADD = """// launch: grid=ceil(n / block) block=64
 extern "C" __global__ void my_add(const float* a, const float* b, float* y, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -194,7 +191,7 @@ def test_a_file_that_the_compiler_cannot_finish_is_not_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     defaults: Any = nvrtc.compile.__kwdefaults__
-    monkeypatch.setitem(defaults, "limits", nvrtc.Limits(cpu_seconds=1))
+    monkeypatch.setitem(defaults, "limits", nvrtc.Limits(memory_bytes=2**29))
     bomb = "#define A(x) x x x x x x x x\n#define B(x) A(A(A(A(A(x)))))\n"
     found = check_kernel("add", add(RIGHT + " B(B(B(y[0] += 0;)))", bomb), device="cpu")
     assert found.verdict == "not judged"

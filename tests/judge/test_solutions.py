@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import InputError, check_kernel, emulator
+from gpt2block import InputError, check_kernel
 from gpt2block.judge.solutions import HERE, names, operations, solution
 from gpt2block.judge.templates import HERE as TEMPLATES
 from gpt2block.judge.verdict import ALL_ORDERS
 from gpt2block.ops.registry import find
 from tests.command_line import gpt2block
-from tests.devices import slow
+from tests.devices import on_emulator, slow
 
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
 FILES = sorted(HERE.glob("*/*.cu"))
 FIRST = {file.parent: file for file in reversed(FILES)}.values()  # the first file of each operation
-on_emulator = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
 each_file = pytest.mark.parametrize(
     "file", FILES, ids=lambda file: f"{file.parent.name} {file.stem}"
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gpt2block
-from gpt2block import DeviceError, InputError, check_kernel, emulator
+from gpt2block import DeviceError, InputError, check_kernel
 from gpt2block.judge import kernel_check
 from gpt2block.judge.cases import Case, cases
 from gpt2block.judge.kernel import matched
@@ -18,11 +18,10 @@ from gpt2block.judge.solutions import HERE
 from gpt2block.judge.source import read
 from gpt2block.judge.templates import template
 from gpt2block.ops.registry import find
+from tests.devices import on_emulator
 
 pytestmark = [
-    pytest.mark.skipif(
-        emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-    ),
+    on_emulator,
     pytest.mark.usefixtures("fewer_runs"),
 ]
 

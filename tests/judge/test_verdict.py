@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpt2block import InputError, Verdict, check_kernel, emulator
+from gpt2block import InputError, Verdict, check_kernel
 from gpt2block import judge as mine
 from gpt2block.judge.comparison import BenchmarkResult, Checked
 from gpt2block.judge.finding import KINDS, Finding
@@ -18,13 +18,11 @@ from gpt2block.judge.source import read
 from gpt2block.ops.bench.ceilings import Ceilings
 from gpt2block.ops.bench.variants import Measurement
 from gpt2block.ops.registry import find
+from tests.devices import on_emulator
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs" / "verdict.schema.json").read_text(encoding="utf-8"))
 STORED = ROOT / "tests" / "data" / "verdicts_of_schema_1.json"
-on_emulator = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
 SHAPE = {"N": 3, "C": 20}
 ADD = """// launch: grid=ceil(n / 64) block=64 shared=512
 extern "C" __global__ void NAME(const float* a, const float* b, float* y, int n) {

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from gpt2block import InputError, Verdict, emulator
+from gpt2block import InputError, Verdict
 from gpt2block import judge as mine
 from gpt2block.judge.why import RIGHT as NOTHING_TO_SHOW
 from gpt2block.judge.why import ThreadStep, Why
 from tests.command_line import gpt2block
+from tests.devices import on_emulator
 from tests.judge.test_verdict import ADD, RIGHT, SHAPE, file_of, validate
 
-pytestmark = pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+pytestmark = on_emulator
 
 
 @pytest.fixture(scope="module")

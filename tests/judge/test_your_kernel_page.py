@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt2block import emulator
 from gpt2block.apps import cli
 from gpt2block.judge.templates import names
-from tests.devices import slow
+from tests.devices import on_emulator, slow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-kernel.md").read_text(encoding="utf-8")
 KERNEL, FIX = re.findall(r"```cuda\n(.*?)```", PAGE, re.DOTALL)
@@ -23,9 +22,7 @@ def words(text: str) -> list[str]:
     return re.sub(r"\d\.\de-\d\d", "an-error", text).split()
 
 
-@pytest.mark.skipif(
-    emulator.missing() is not None, reason=f"no CUDA on the CPU: {emulator.missing()}"
-)
+@on_emulator
 @pytest.mark.parametrize(
     ("shown", "fixed", "code"),
     [slow(RACY, False, 1), (FIXED, True, 0), slow(ODD, True, 1), (WHY, False, 1),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gzip
 import os
 import shutil
 import tempfile
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -58,6 +60,14 @@ def write(name: str, text: str) -> None:
         os.replace(file.name, folder() / name)
         if next(_writes) % TRIM_EVERY == 0:
             trim()
+
+
+@contextmanager
+def lock(name: str) -> Iterator[None]:
+    """Let one process at a time make what `name` stands for."""
+    with (folder() / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def trim(most: int = MAX_BYTES) -> None:

@@ -37,7 +37,7 @@ MAX_THREADS = 1024  # threads of a block
 BUDGET = 100_000_000  # warp instructions of a launch
 LARGE_BUDGET = 100 * BUDGET  # a launch without checks has it
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique")
 NO_COMPILER = "g++, which compiles the engine once, is not installed: apt install g++"
 IN_SHARED, IN_LOCAL, IN_PARAMS = -2, -3, -4  # Finding::Where of machine.h
 _BUILDING = threading.Lock()
@@ -594,21 +594,26 @@ def _built() -> Path:
     texts = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     key = hashlib.sha256(texts + "".join((*FLAGS, compiler, _processor())).encode()).hexdigest()
     target = kept.folder() / f"engine-{key[:20]}.so"
-    if not target.is_file():
-        with tempfile.TemporaryDirectory(dir=target.parent) as own:
-            built = Path(own) / "engine.so"
-            objects = [built.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))]
-            commands = [
-                [compiler, *FLAGS, "-c", str(SOURCES / f"{each.stem}.cpp"), "-o", str(each)]
-                for each in objects
-            ]
-            with ThreadPoolExecutor(len(commands)) as pool:
-                list(pool.map(_compile, commands))
-            _compile([compiler, "-shared", *map(str, objects), "-o", str(built)])
-            built.replace(target)  # in one step, because other processes may build or use it
-        kept.trim()
+    with kept.lock("engine"):  # other processes that need the engine wait
+        if not target.is_file():
+            _build(compiler, target)
     os.utime(target)  # not one of the files that were not used for longest
     return target
+
+
+def _build(compiler: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as own:
+        built = Path(own) / "engine.so"
+        objects = [built.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))]
+        commands = [
+            [compiler, *FLAGS, "-c", str(SOURCES / f"{each.stem}.cpp"), "-o", str(each)]
+            for each in objects
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(_compile, commands))
+        _compile([compiler, "-shared", *map(str, objects), "-o", str(built)])
+        built.replace(target)  # in one step: a process may end while it writes
+    kept.trim()
 
 
 def _compile(command: list[str]) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from signal import SIGXCPU, Signals
@@ -39,6 +39,8 @@ _INCLUDED = re.compile(
     r'^[ \t]*#[ \t]*include[ \t]*(?:["<]([^">\n]+))?|__has_include|__(?:DATE|TIME|TIMESTAMP)__',
     re.MULTILINE,
 )
+
+_USERS_FILE = re.compile(r'^#line 1 "(/.+/)(.+)"$', re.MULTILINE)  # its folder and its name
 
 
 class Limits(NamedTuple):
@@ -80,9 +82,19 @@ def compile(
 ) -> Compiled | Refused:
     """Compile a source for an architecture such as "sm_90a". name: its file in messages.
 
-    PTX is kept for later processes, until the source, an included file or NVRTC changes. assemble:
-    whether ptxas compiles the PTX, too: the log then has its messages.
+    PTX is kept for later processes, until the source, an included file or NVRTC changes. The log
+    does not name the folder of a user's file: equal files of two folders are compiled once.
+    assemble: whether ptxas compiles the PTX, too: the log then has its messages.
     """
+    if own := _USERS_FILE.search(source):
+        line, folder, file = own[0], *own.groups()
+        source = source.replace(line, f'#line 1 "/{file}"', 1)
+        made = compile(
+            source, name=name, arch=arch, options=options, limits=limits, assemble=assemble
+        )
+        if isinstance(made, Refused):
+            return made
+        return made._replace(ptx=made.ptx.replace(f'"/{file}"', f'"{folder}{file}"'))
     library = find_library()
     if isinstance(library, Refused):
         return library
@@ -113,12 +125,12 @@ def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str |
     """
     source, name, *_ = request
     here = Path(name).absolute().parent
-    digest = hashlib.sha256(json.dumps([str(here), request, _installed(library)]).encode())
+    digest = hashlib.sha256(json.dumps([request, _installed(library)]).encode())
     waiting, seen = [(source, here)], set()
     with suppress(OSError, ValueError):  # such as an include of a name with a null byte
         while waiting:
             text, parent = waiting.pop()
-            included = _INCLUDED.findall(text)
+            included = _included(text)
             if "" in included:
                 return None
             for path in (Path(each, file) for file in included for each in (str(parent), *folders)):
@@ -129,6 +141,12 @@ def _key(library: Path, request: Sequence[str], folders: Sequence[str]) -> str |
                     digest.update(f"{path} {waiting[-1][0]}".encode())
         return f"{digest.hexdigest()[:32]}.ptx.gz"
     return None
+
+
+@lru_cache(maxsize=256)  # a header is read for each kernel that includes it
+def _included(text: str) -> tuple[str, ...]:
+    """Return the names that `_INCLUDED` finds."""
+    return tuple(_INCLUDED.findall(text))
 
 
 @cache
