@@ -138,7 +138,8 @@ class DecodingChoice:
             names, self.settings.head_size, kv=cache_option(self.formats.fp8_cache),
             x_dtype=self.x_dtype, together=together,
         )  # fmt: skip
-        if operands == {} and not self.divided:
+        adapted = any(name.endswith(".lora_a") for name in names)
+        if operands == {} and not self.divided and not adapted:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:

@@ -31,6 +31,7 @@ from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.operands import CHUNK, Operand
 
+ADAPTED = "an adapter's term is added to the product"
 # All that a layer fuses if its feed-forward is one kernel
 ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
 
@@ -320,6 +321,8 @@ def linear_qkv(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     heads = Heads.of(steps, step)
     if heads.turned is not heads.product:
         return "RoPE rotates q and k"
+    if heads.product.op != "linear":
+        return ADAPTED
     x, w, bias, gamma, beta, *_ = product(heads.product)
     attrs = changed(heads.product, "decoding", **plan.kv).attrs
     return heads.replace(steps, "linear_qkv", (x, w, bias, gamma, beta, *heads.cache), attrs)
@@ -329,6 +332,8 @@ def linear_qkv(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 def rope_product(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """product of q, k and v, norms of heads, RoPE, kv_append -> rope_sums or linear_rope"""
     heads = Heads.of(steps, step)
+    if heads.product.op != "linear":
+        return ADAPTED
     x, w, bias, gamma, beta, *_ = product(heads.product)
     attrs = changed(heads.product, "decoding", "x_bound", **plan.kv).attrs
     attrs = {**attrs, **kept(heads.turned, "n_head", "growth")}
@@ -363,8 +368,15 @@ def attention_append(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 def rope_append(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """norms of heads, RoPE, kv_append -> rope_append or qk_norm_append"""
     heads = Heads.of(steps, step)
-    inputs = (heads.product.name, heads.frequencies, *heads.cache, *heads.gammas)
     attrs = {**kept(heads.turned, "n_head", "growth"), **plan.kv}
+    if heads.turned is heads.product:  # an adapter's term is added to rows without RoPE
+        q, reader = f"{layer_of(step.name)}q", steps[f"{layer_of(step.name)}attn"]
+        inputs = (heads.product.name, "no_rotation", *heads.cache)
+        attrs = {**kept(reader, "n_head"), **plan.kv, "half_split": True}
+        steps.replace(step.name, Step(q, "rope_append", inputs, attrs))
+        steps.replace(reader.name, reader._replace(inputs=(q, *reader.inputs[1:])))
+        return ""
+    inputs = (heads.product.name, heads.frequencies, *heads.cache, *heads.gammas)
     if heads.norms:
         attrs |= kept(heads.norms, "eps", "values")
         return heads.replace(steps, "qk_norm_append", inputs, attrs)
@@ -398,6 +410,14 @@ def hi_lo_weights(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     return ""
 
 
+@rule("gelu")
+def gelus(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """GELU of a product to which an adapter's term is added -> activate"""
+    by = Step(step.name, "activate", (*step.inputs, ""), {"gelu": True}, "float32")
+    steps.replace(step.name, by)
+    return ""
+
+
 @rule("delta_spans", "delta_rule")
 def delta_steps(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """gated delta nets: later rows of a slot than its first may be refused"""
@@ -415,7 +435,7 @@ def convolutions(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 
 RULES: tuple[Rule[DecodingPlan], ...] = (
     products, norms, operands, operands_of_products, gates, linear_qkv, rope_product,
-    attention_append, rope_append, attention, hi_lo_weights, delta_steps, convolutions,
+    attention_append, rope_append, attention, hi_lo_weights, gelus, delta_steps, convolutions,
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Pass:
     layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
     spans: Value = None  # the result of `delta_spans`
     stream: Value = "stream"  # rows of another model's residual stream, if the model reads them
+    row: Value = "row"  # the sequence of each row that products read
 
     def __init__(
         self,
@@ -100,10 +101,16 @@ class Pass:
 
         add: the name of the sum, and the residual. gelu: the name of the result of GELU.
         """
-        y = self.do(name, "matmul_bias", (a, w, bias))
-        if gelu:
-            y = self.do(gelu, "gelu", (y,))
-        return self.do(add[0], "add", (add[1], y)) if add[0] else y
+        adapted = self.do.has(f"{w}.lora_a")  # an adapter's term is added to the residual sum, too
+        end = add[0] or name
+        base = f"{end}_base" if adapted else end
+        y = self.do(name if add[0] else base, "matmul_bias", (a, w, bias))
+        if add[0]:
+            y = self.do(base, "add", (add[1], y))
+        if adapted:
+            factors = (f"{w}.lora_a", f"{w}.lora_b", f"{w}.lora_spans", self.row, "adapter")
+            y = self.do(end, "add_low_rank", (y, a, *factors))
+        return self.do(gelu, "gelu", (y,)) if gelu else y
 
     def operand(self, name: str, x: Value) -> Value:
         """Convert rows that no norm precedes to the format of the products that read them."""
@@ -192,6 +199,7 @@ class Pass:
         """Return each sequence's last row of x and of y."""
         if self.c.layers:
             self.layers = self.do("last.layers", "take", (self.layers, "last"))
+        self.row = "last_row"
         return self.do("last.x", "take", (x, "last")), self.do("last.attn", "take", (y, "last"))
 
     def before_last_norm(self, x: Value) -> Value:
@@ -238,6 +246,7 @@ class NumpyPass(Pass):
         return x, y
 
     def before_last_norm(self, x: Value) -> Value:
+        self.row = "last_row"
         return self.do("last.x", "take", (x, "last"))
 
 
@@ -277,7 +286,7 @@ def forward(o: Pass, of: Architecture, config: ModelConfig, want: Want | None) -
     last = o.last_rows(x, y) if want == "last" else (x, y)
     if o.drafts:
         every = copy(o)
-        every.do = Renamed(o.do, EVERY)
+        every.do, every.row = Renamed(o.do, EVERY), "row"
         of.feed_forward(every, end, x, y)
     if want is None:
         return None

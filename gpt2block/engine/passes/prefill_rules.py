@@ -31,10 +31,11 @@ from gpt2block.engine.passes.rewriting import (
 
 Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
 PRODUCTS = "matmul_bias", "linear", "gemm"
+LOW_RANK = "add_low_rank"  # changes the result of a product in place, in any format
 # Steps that read 16 bits, besides products; all others read floats.
 READ_16_BITS = (
     *ROPE, "qk_norm", "qk_norm_rope", "attention_packed", "attention_queries", "attention_varlen",
-    "kv_append", "kv_round", "silu_mul",
+    "kv_append", "kv_round", "silu_mul", LOW_RANK,
 )  # fmt: skip
 HEAD = "lm_head", "head"  # products with these weights convert their rows themselves
 OVERWRITTEN_ROWS = {**OVERWRITTEN, **dict.fromkeys(ROPE, 0), "gemm": 3, "cap": 0}
@@ -152,6 +153,8 @@ def products(steps: Steps, step: Step, plan: PrefillPlan) -> str:
 def _format(steps: Steps, step: Step, plan: PrefillPlan) -> dict[str, Any]:
     """Return dtype and bound of the result of a product without residual."""
     readers = steps.readers(step.name)
+    if [each.op for each in readers] == [LOW_RANK]:
+        readers = steps.readers(readers[0].name)
     if not plan.hi_lo:
         narrow = readers and all(each.op in (*READ_16_BITS, *PRODUCTS) for each in readers)
         return {"dtype": plan.dtype if narrow else "float32"}
@@ -266,12 +269,29 @@ def gates(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     if step.attrs.get("sigmoid"):
         return "an input is no product"
     gate, up = (steps[name] for name in step.inputs)
-    if not plan.shape.gated or gate.inputs[2] or up.inputs[2]:
+    pair = [steps[each.inputs[0]] if each.op == LOW_RANK else each for each in (gate, up)]
+    fits = plan.shape.gated and not any(each.inputs[2] for each in pair)
+    if fits and LOW_RANK in (gate.op, up.op):
+        for each in pair:  # floats until the gate, as in a product with two matrices
+            steps.replace(each.name, each._replace(dtype="float32"))
+        attrs = {**step.attrs, "fast": True}
+        steps.replace(step.name, Step(step.name, "activate", step.inputs, attrs, plan.dtype))
+        return "an adapter's term is added to a product"
+    if not fits:
         if plan.reads_parts(steps, step.name):
             _convert(steps, step.name)
         return "products with these weights have one matrix"
     inputs = (*gate.inputs[:2], "", "", up.inputs[1])
     steps.replace(step.name, Step(step.name, "gemm", inputs, step.attrs), gate.name, up.name)
+    return ""
+
+
+@rule("gelu")
+def gelus(steps: Steps, step: Step, plan: PrefillPlan) -> str:
+    """GELU of a product to which an adapter's term is added -> activate"""
+    attrs = {"gelu": True, "fast": plan.shape.tensor_cores}
+    by = Step(step.name, "activate", (*step.inputs, ""), attrs, plan.dtype)
+    steps.replace(step.name, by)
     return ""
 
 
@@ -297,7 +317,7 @@ def last_rows(steps: Steps, step: Step, plan: PrefillPlan) -> str:
 
 
 RULES: tuple[Rule[PrefillPlan], ...] = (
-    products, norms, operands, head_norms, attention, gates, convolutions, last_rows,
+    products, norms, operands, head_norms, attention, gates, gelus, convolutions, last_rows,
 )  # fmt: skip
 
 

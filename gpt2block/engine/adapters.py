@@ -1,0 +1,153 @@
+"""Adapters (LoRA) of a model, and which adapter each sequence of a kv_cache has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpt2block.checks import nearest
+from gpt2block.errors import Argument, InputError, shown
+from gpt2block.files.checkpoints.adapters import Adapter
+from gpt2block.files.checkpoints.checkpoint import Checkpoint
+from gpt2block.models.config import GPT2Config, ModelConfig, product_shapes
+from gpt2block.ops.low_rank import COLUMNS
+
+A, B, SPANS = ".lora_a", ".lora_b", ".lora_spans"  # end the names of tensors, after a matrix's name
+MEMORY = 4.0  # default limit of the adapters' memory in GB
+
+
+class Chosen(NamedTuple):
+    """The adapter of a sequence: its number among the model's adapters, or -1; and its digest."""
+
+    number: int = -1
+    digest: str | None = None
+
+
+NONE = Chosen()
+
+
+class Adapters:
+    """The adapters of a model; an adapter's number is its place in `names`.
+
+    tensors: inputs of `reference.add_low_rank` for each matrix W with a factor: `W.lora_a` (R, K)
+    and `W.lora_b` (R, N), float32, have the factors of all adapters, one after another, and
+    `W.lora_spans` (adapters, tiles of COLUMNS columns, 2) has the range of rows of each adapter for
+    each tile. Columns of other modules than a factor's are 0 in `W.lora_b`. `no_rotation`: RoPE's
+    frequencies for a model without RoPE, 0, with which a kernel only stores keys and values.
+    """
+
+    def __init__(self, adapters: Mapping[str, Adapter], config: ModelConfig) -> None:
+        self.names = tuple(adapters)
+        self.digests = tuple(each.digest for each in adapters.values())
+        self.tensors: dict[str, np.ndarray] = {}
+        if adapters and not config.frequencies_of_layers:
+            self.tensors["no_rotation"] = np.zeros(config.head_size // 2)
+        shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
+        for matrix in dict.fromkeys(m for each in adapters.values() for m in each.factors):
+            K, N = shapes[matrix]
+            terms = [each.factors.get(matrix, ()) for each in adapters.values()]
+            R = sum(len(a) for of_adapter in terms for a, _, _ in of_adapter)
+            a_rows, b_rows = np.empty((R, K), np.float32), np.zeros((R, N), np.float32)
+            spans, first = np.zeros((len(terms), -(-N // COLUMNS), 2), np.int32), 0
+            for own, of_adapter in zip(spans, terms, strict=True):
+                for a, b, column in of_adapter:
+                    end, width = first + len(a), b.shape[1]
+                    a_rows[first:end], b_rows[first:end, column : column + width] = a, b
+                    tiles = own[column // COLUMNS : -(-(column + width) // COLUMNS)]
+                    tiles[tiles[:, 1] == 0, 0] = first
+                    tiles[:, 1] = end
+                    first = end
+            self.tensors |= {matrix + A: a_rows, matrix + B: b_rows, matrix + SPANS: spans}
+
+    @classmethod
+    def none(cls) -> Adapters:
+        """Return the Adapters of a model that has none."""
+        return cls({}, GPT2Config())
+
+    @classmethod
+    def read(
+        cls,
+        folders: Mapping[str, str | Path],
+        config: ModelConfig,
+        base: Checkpoint | None,
+        memory: float = MEMORY,
+    ) -> Adapters:
+        """Read the folders of adapters by name. memory: limit of all tensors in GB (1e9 bytes).
+
+        Raises CheckpointError as `Adapter.read`, and InputError if there are more adapters than the
+        memory holds.
+        """
+        if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
+            raise InputError(f"adapters_memory: expected GB above 0, got {shown(memory)}")
+        read, nbytes = dict[str, Adapter](), 0
+        shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
+        for name, folder in folders.items():
+            if not isinstance(name, str) or not name:
+                raise InputError(f"adapters: expected names of adapters, got {shown(name)}")
+            read[name] = Adapter.read(folder, config, base)
+            for matrix, terms in read[name].factors.items():
+                nbytes += 4 * sum(len(a) for a, _, _ in terms) * sum(shapes[matrix])
+            if nbytes > 1e9 * memory:
+                raise InputError(
+                    f"adapters: the first {len(read)} of {len(folders)} take {nbytes / 1e9:.2f} "
+                    f"GB: expected at most {memory:g} GB: use fewer, or raise ",
+                    Argument("adapters_memory"),
+                )
+        return cls(read, config)
+
+    def without_tensors(self) -> Adapters:
+        """Return a copy that can choose adapters, but not compute with them."""
+        found = copy(self)
+        found.tensors = {}
+        return found
+
+    def named(self, name: str | None) -> Chosen:
+        """Return the adapter with this name, or NONE for None. Raises InputError."""
+        if name is None:
+            return NONE
+        if name not in self.names:
+            known = ", ".join(self.names) or "no adapters, as the model has none"
+            raise InputError(
+                f"adapter: expected one of {known}, got {shown(name)}{nearest(name, self.names)}"
+            )
+        return self._at(self.names.index(name))
+
+    def with_digest(self, digest: object) -> Chosen:
+        """Return the adapter with the digest that a receipt states, or NONE. Raises InputError."""
+        if digest is None:
+            return NONE
+        if digest not in self.digests:
+            raise InputError(
+                f"adapter: the receipt states {shown(digest)[:24]}, which none of the model's "
+                f"{len(self.names)} adapters is: load the adapter, too"
+            )
+        return self._at(self.digests.index(str(digest)))
+
+    def _at(self, number: int) -> Chosen:
+        return Chosen(number, self.digests[number])
+
+
+class SlotAdapters:
+    """The adapter of each sequence of a kv_cache.
+
+    tensors: names in a pass → the tensors of `Adapters`, and "adapter" (batch,) with the number of
+    each sequence's adapter; empty for a model without adapters.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], batch: int, library: Any) -> None:
+        """library: module of the cache's arrays, NumPy or CuPy."""
+        self.tensors = dict(tensors)
+        self._of_slot, self._asarray, self._copy = [-1] * batch, library.asarray, library.copyto
+        if tensors:
+            self.tensors["adapter"] = library.asarray(np.full(batch, -1, np.int32))
+
+    def begin(self, slot: int, adapter: int) -> None:
+        """Set the adapter's number of a new sequence in a slot, if the model has adapters."""
+        if self.tensors and adapter != self._of_slot[slot]:
+            number = self._asarray(np.array([adapter], np.int32))
+            self._copy(self.tensors["adapter"][slot : slot + 1], number)
+            self._of_slot[slot] = adapter

@@ -1,0 +1,65 @@
+"""Low-rank terms of products (LoRA), of a different adapter for each sequence.
+
+Kernels: matmul/low_rank.cu. A row has the same bits next to any other rows.
+"""
+
+from __future__ import annotations
+
+from math import ceil, gcd
+
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.errors import InputError
+from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+
+FILE = "matmul/low_rank.cu"
+COLUMNS, THREADS, BLOCK_ROWS = 128, 256, 64  # TILE, THREADS and BLOCK_ROWS of the kernel
+MAX_SPAN = 768  # most rows of a span: ranks of up to 256 of Q, K and V
+
+
+@variant("float", FILE, "add_low_rank")
+def _float(c: Call) -> Launch:
+    if (c.storage, c.x_storage) != ("float32", "float32"):
+        raise UnsupportedCall("expected x and y in float32")
+    return _launch(c, "add_low_rank")
+
+
+@variant("narrow", FILE, "add_low_rank_narrow", dtypes=("float16", "bfloat16"))
+def _narrow(c: Call) -> Launch:
+    if "float32" in (c.storage, c.x_storage) or c.storage != c.x_storage:
+        raise UnsupportedCall("expected x and y in one dtype of 16 bits")
+    return _launch(c, "add_low_rank_narrow")
+
+
+@variant("mixed", FILE, "add_low_rank_mixed", dtypes=("float16", "bfloat16"))
+def _mixed(c: Call) -> Launch:
+    if c.storage != "float32" or c.x_storage == "float32":
+        raise UnsupportedCall("expected x in 16 bits, and y in float32")
+    return _launch(c, "add_low_rank_mixed")
+
+
+def _launch(c: Call, kernel: str) -> Launch:
+    """Return a launch. row and adapter are not read back to the host."""
+    c.check_addresses("a", loaded=gcd(4, c.K))
+    span = min(c.R, MAX_SPAN)
+    defines = (("LOW_RANK_WIDTH", gcd(4, c.K)), ("LOW_RANK_SPAN", span + span % 2))
+    grid = (ceil(c.N / COLUMNS), c.L, ceil(c.M / BLOCK_ROWS))
+    args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.M, c.N, c.K, c.B)
+    geometry = Geometry(kernel, grid, (THREADS,), defines=defines)
+    return launch_at(FILE, geometry, args, c.x_storage)
+
+
+def _prepare(unchecked: UncheckedCall) -> Call:
+    """Check a call, but not the numbers in spans, row and adapter."""
+    c = unchecked.checked(x_storage=storage(unchecked.inputs[1]))
+    tiles = ceil(c.N / COLUMNS)
+    if c.S != tiles:
+        raise InputError(f"spans: expected {tiles} tiles for {c.N} columns, got {c.S}")
+    return c
+
+
+ADD_LOW_RANK = Operation(
+    name="add_low_rank",
+    variants=(_float, _narrow, _mixed),
+    prepare=_prepare,
+)

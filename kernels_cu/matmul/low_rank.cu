@@ -1,0 +1,192 @@
+// Low-rank terms of products (LoRA): adds (x a^T) b to rows y, where each row's sequence has its own factors, or none.
+//
+//   h = x a^T   y = y + h b
+//
+//   y (M, N)   x (M, K)   a (R, K), b (R, N), float: the factors of all adapters, one after another
+//
+//   add_low_rank: for decoding; x and y are float
+//   add_low_rank_narrow: for prompts; x and y have the 16-bit type T
+//   add_low_rank_mixed: for prompts; x has the 16-bit type T, y, a sum with the residual stream, is float
+//
+// Row m belongs to sequence row[m], which has the adapter adapter[row[m]]; a row without either is unchanged. `spans` has
+// a range of rows of a and b for each adapter and tile of TILE columns. So one launch computes products with the same x,
+// such as Q, K and V, whose factors have zeros in the columns of the others.
+//
+//   64 rows of y    a b . a a . b a a a b a a a b ...     their adapters; "." has none
+//   block of a      |     |     first ROWS rows of a |    the next ROWS rows of a
+//
+// A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x is
+// copied to shared memory in chunks. A warp multiplies a chunk by two rows of a: each lane adds products of every 32nd
+// vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result h is in
+// shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds this sum to
+// y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
+//
+// Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for the
+// previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
+//
+// grid (ceil(N / TILE), adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+
+#ifndef LOW_RANK_WIDTH  // floats per vector of a: gcd(4, K)
+#define LOW_RANK_WIDTH 4
+#endif
+#ifndef LOW_RANK_SPAN  // most rows of a span, rounded up to an even number
+#define LOW_RANK_SPAN 16
+#endif
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int TILE = 128, SHARES = THREADS / TILE;  // threads per column, which divide the rows of a group
+constexpr int BLOCK_ROWS = 64, ROWS = 8;            // rows of a block, and of a group
+constexpr int CHUNK = 512;                          // channels of x in shared memory
+constexpr int LINE = 32;                            // floats per line of the cache
+typedef Vec<float, LOW_RANK_WIDTH> Vector;
+
+__device__ __forceinline__ void prefetch(const float* address) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+#endif
+}
+
+// Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
+template <typename X, typename Y>
+__device__ __forceinline__ void add_terms(
+    const X* x, const float* a, const float* b, const int* spans, const int* row, const int* adapter, Y* y, int M, int N,
+    int K, int B) {
+    __shared__ __align__(16) float chunk[ROWS][CHUNK];
+    __shared__ float h[LOW_RANK_SPAN][ROWS];
+    __shared__ int rows[BLOCK_ROWS], found;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.y;
+    const int* span = spans + 2 * (own * gridDim.x + blockIdx.x);
+    const int first = __ldg(span), count = __ldg(span + 1) - first;
+    const int begin = blockIdx.z * BLOCK_ROWS, end = min(M, begin + BLOCK_ROWS);
+    const int column = blockIdx.x * TILE + threadIdx.x % TILE, share = threadIdx.x / TILE;
+    a += (long long)first * K;
+    b += (long long)first * N;
+
+    bool used = false;  // whether a row has had the adapter lately: no result depends on it
+    if (begin + threadIdx.x < end) {
+        const int r = load_racing(row + begin + threadIdx.x);
+        used = r >= 0 && r < B && load_racing(adapter + r) == own;
+    }
+    if (__syncthreads_or(used)) {
+        for (int i = threadIdx.x * LINE; i < count * K; i += THREADS * LINE) prefetch(a + i);
+        for (int j = warp; j < count; j += WARPS) {
+            const int n = blockIdx.x * TILE + lane * LINE;
+            if (n < min(N, (blockIdx.x + 1) * TILE)) prefetch(b + (long long)j * N + n);
+        }
+    }
+    let_next_start();
+    wait_for_previous();
+    if (count == 0) return;
+    if (warp == 0) {
+        int before = 0;
+        for (int m = begin + lane; m < begin + BLOCK_ROWS; m += 32) {
+            const int r = m < end ? __ldcg(row + m) : -1;
+            const bool has = r >= 0 && r < B && __ldcg(adapter + r) == own;
+            const unsigned votes = __ballot_sync(0xffffffffu, has);
+            if (has) rows[before + __popc(votes & ((1u << lane) - 1))] = m;
+            before += __popc(votes);
+        }
+        if (lane == 0) found = before;
+    }
+    __syncthreads();
+
+    for (int group = 0; group < found; group += ROWS) {
+        const int n = min(ROWS, found - group);
+        for (int at = 0; at < K; at += CHUNK) {
+            const int channels = min(CHUNK, K - at);
+            __syncthreads();  // all warps have read the chunk, and the h, of before
+            for (int i = threadIdx.x; i < n * CHUNK; i += THREADS) {
+                const int r = i / CHUNK, k = i % CHUNK;
+                if (k < channels) chunk[r][k] = widen(x[(long long)rows[group + r] * K + at + k]);
+            }
+            __syncthreads();
+            for (int j = 2 * warp; j < count; j += 2 * WARPS) {
+                float sums[2][ROWS] = {};
+                const float* const lower = a + (long long)j * K + at;
+                const float* const upper = j + 1 < count ? lower + K : lower;
+                for (int k = lane * LOW_RANK_WIDTH; k < channels; k += 32 * LOW_RANK_WIDTH) {
+                    float v[2][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
+                    Vector::load(lower + k).unpack(v[0]);
+                    Vector::load(upper + k).unpack(v[1]);
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        if (r >= n) break;
+                        Vector{*reinterpret_cast<const Vector::Raw*>(&chunk[r][k])}.unpack(own_x);
+#pragma unroll
+                        for (int e = 0; e < 2 * LOW_RANK_WIDTH; ++e) {
+                            const int p = e / LOW_RANK_WIDTH, c = e % LOW_RANK_WIDTH;
+                            sums[p][r] = fmaf(own_x[c], v[p][c], sums[p][r]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int e = 0; e < 2 * ROWS; ++e) {
+                    const int p = e % 2, r = e / 2;
+                    if (r >= n) break;
+                    const float sum = lanes_sum<32>(sums[p][r]);
+                    if (lane == 0) h[j + p][r] = at ? h[j + p][r] + sum : sum;
+                }
+            }
+        }
+        __syncthreads();
+        if (column >= N) continue;
+        float sums[ROWS / SHARES] = {};
+        for (int j = 0; j < count; ++j) {
+            const float v = __ldg(b + (long long)j * N + column);
+#pragma unroll
+            for (int i = 0; i < ROWS / SHARES; ++i) {
+                const int r = share + i * SHARES;
+                if (r < n) sums[i] = fmaf(h[j][r], v, sums[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS / SHARES; ++i) {
+            const int r = share + i * SHARES;
+            if (r >= n) continue;
+            Y* const to = y + (long long)rows[group + r] * N + column;
+            narrow_to(*to, widen(*to) + sums[i]);
+        }
+    }
+}
+
+// Launched by operation (variant): add_low_rank (float)
+extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank(
+    const float* x,               // (M, K)
+    const float* __restrict__ a,  // (R, K)
+    const float* __restrict__ b,  // (R, N)
+    const int* spans,             // (adapters, ceil(N / TILE), 2)
+    const int* row,               // (M)
+    const int* adapter,           // (B)
+    float* y,                     // (M, N)
+    int M, int N, int K, int B) {
+    add_terms(x, a, b, spans, row, adapter, y, M, N, K, B);
+}
+
+// Launched by operation (variant): add_low_rank (narrow)
+extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_narrow(
+    const T* x,                   // (M, K)
+    const float* __restrict__ a,  // (R, K)
+    const float* __restrict__ b,  // (R, N)
+    const int* spans,             // (adapters, ceil(N / TILE), 2)
+    const int* row,               // (M)
+    const int* adapter,           // (B)
+    T* y,                         // (M, N)
+    int M, int N, int K, int B) {
+    add_terms(x, a, b, spans, row, adapter, y, M, N, K, B);
+}
+
+// Launched by operation (variant): add_low_rank (mixed)
+extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_mixed(
+    const T* x,                   // (M, K)
+    const float* __restrict__ a,  // (R, K)
+    const float* __restrict__ b,  // (R, N)
+    const int* spans,             // (adapters, ceil(N / TILE), 2)
+    const int* row,               // (M)
+    const int* adapter,           // (B)
+    float* y,                     // (M, N)
+    int M, int N, int K, int B) {
+    add_terms(x, a, b, spans, row, adapter, y, M, N, K, B);
+}

@@ -1,0 +1,74 @@
+"""Low-rank terms of products (LoRA): compared with float64, and with the bits of a row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2block import InputError, reference
+from gpt2block.checks import FLOATS
+from gpt2block.ops import registry
+from gpt2block.ops.low_rank import COLUMNS
+from tests.ops.test_every_operation import on_devices
+from tests.plain import normal
+
+RANKS = 3, 8, 19, 1  # of each adapter; the first one has another rank for later columns
+DTYPES = (
+    ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"),
+    ("float32", "bfloat16"),
+)  # fmt: skip
+
+
+def factors(K: int, N: int) -> list[np.ndarray]:
+    """Return a, b and spans of four adapters, of which the last one has the first tile alone."""
+    ends, tiles = np.cumsum(RANKS), -(-N // COLUMNS)
+    spans = np.array([[(end - r, end)] * tiles for end, r in zip(ends, RANKS, strict=True)], "i4")
+    a, b = normal(1, int(ends[-1]), K), normal(2, int(ends[-1]), N)
+    spans[0, 1:, 0] += 1
+    b[0, COLUMNS:] = 0
+    spans[3, 1:] = b[-1, COLUMNS:] = 0
+    return [a, b, spans]
+
+
+@on_devices
+@pytest.mark.parametrize(("dtypes", "K", "N"), [
+    *((each, 1032, 300) for each in DTYPES), (DTYPES[0], 39, 7), (DTYPES[1], 70, 129),
+])  # fmt: skip
+def test_rows_have_the_bits_that_they_have_alone(
+    dtypes: tuple[str, str], K: int, N: int, device: Any
+) -> None:
+    M, rng = 70, np.random.default_rng(0)
+    y, x = (
+        (normal(n, M, size) / 8).astype(FLOATS[dtype])
+        for n, size, dtype in zip((3, 4), (N, K), dtypes, strict=True)
+    )
+    fixed, adapter = factors(K, N), np.array([2, -1, 0, 1, 3, 0, 9], "i4")
+    row = rng.integers(-1, 7, M).astype("i4")
+    row[:10] = 2
+    on_device = [device.asarray(each) for each in fixed]
+
+    def added(rows: list[int]) -> np.ndarray:
+        given = [device.asarray(each[rows]) for each in (y, x, row)]
+        inputs = (*given[:2], *on_device, given[2], device.asarray(adapter))
+        registry.bind("add_low_rank", inputs).run()
+        return np.asarray(given[0].get())
+
+    found = added([*range(M)])
+    wide = [y.astype(float), x.astype(float), *(each.astype(float) for each in fixed[:2]), fixed[2]]
+    exact: Any = reference.add_low_rank(*wide, row, np.where(adapter > 3, -1, adapter))
+    most = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtypes[0]]
+    assert np.abs(found - exact).max() < most * np.abs(exact).max()
+    without = (row < 0) | (adapter[row] < 0) | (adapter[row] > 3)
+    assert np.array_equal(found[without], y[without])
+    for m in (0, 9, int(np.flatnonzero(row == 0)[-1]), M - 1):
+        assert np.array_equal(added([m]), found[m : m + 1])
+
+
+def test_wrong_tiles() -> None:
+    a, b, spans = factors(8, 200)
+    arrays = normal(0, 2, 200), normal(0, 2, 8), a, b, spans[:, :1].copy()
+    numbers = np.zeros(2, "i4"), np.zeros(1, "i4")
+    with pytest.raises(InputError, match="spans: expected 2 tiles for 200 columns, got 1"):
+        registry.bind("add_low_rank", (*arrays, *numbers))
