@@ -90,9 +90,9 @@ class Predictor:
 
     task: "score" (options: stride, logprobs), "generate" (options of `GPT2.generate`, and logprobs)
     or "embed" (options: pooling, overflow, normalize). model, device, dtype, kv_dtype, revision,
-    adapters, adapters_memory: as in `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the
-    maximum number of tokens scored or embedded together. Generation uses the engine's
-    `rows_at_once` instead.
+    adapters, adapters_memory: as in `GPT2.from_pretrained`. tokenizer: a path, as for
+    `tokenizer.from_path`. batch_tokens: the maximum number of tokens scored or embedded together.
+    Generation uses the engine's `rows_at_once` instead.
 
     Records of token ids use a tokenizer only if its files are next to the weights, or named by
     `tokenizer`.

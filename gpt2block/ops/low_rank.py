@@ -53,7 +53,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call, but not the numbers in spans, row and adapter."""
     c = unchecked.checked(x_storage=storage(unchecked.inputs[1]))
     tiles = ceil(c.N / COLUMNS)
-    if c.S != tiles:
+    if tiles != c.S:
         raise InputError(f"spans: expected {tiles} tiles for {c.N} columns, got {c.S}")
     return c
 

@@ -191,8 +191,11 @@ class CudaModel(CudaWeights):
 
     def use_adapters(self, adapters: Adapters) -> None:
         """Let sequences use these adapters. Raises InputError and MemoryError."""
-        if self.products == "hi_lo" or self._divisors or self.config.delta_nets is not None:
-            raise InputError("adapters: expected ")
+        if self._divisors:
+            raise InputError(
+                "adapters: expected a model whose activations fit into float16: use ",
+                Argument("dtype", "bfloat16"),
+            )
         with self.running():
             nbytes, free = sum(each.nbytes for each in adapters.tensors.values()), free_bytes()
             if nbytes > free:

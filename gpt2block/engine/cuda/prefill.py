@@ -55,6 +55,8 @@ class PrefillPrograms:
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
+        if cache.adapters.tensors and shape.products == "hi_lo":
+            self._tensors["every"] = cupy.asarray(np.arange(N, dtype=np.int32))
         self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse

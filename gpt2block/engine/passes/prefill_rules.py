@@ -141,6 +141,9 @@ def products(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     form: dict[str, Any] = {"dtype": "float32"}
     if w != "head":
         form = {} if residual else _format(steps, end, plan)
+        if form.get("dtype") == HI_LO and (adapted := _terms_of(steps, name)):
+            form = {"dtype": "float32"}
+            _convert(steps, adapted, steps.readers(adapted), plan.bounds[adapted])
         w = hi_lo_of(w) if plan.hi_lo else w
     elif plan.hi_lo:
         steps.insert(Step(hi_lo_of(name), "hi_lo", (x,), {}), x)
@@ -152,17 +155,24 @@ def products(steps: Steps, step: Step, plan: PrefillPlan) -> str:
 
 def _format(steps: Steps, step: Step, plan: PrefillPlan) -> dict[str, Any]:
     """Return dtype and bound of the result of a product without residual."""
-    readers = steps.readers(step.name)
-    if [each.op for each in readers] == [LOW_RANK]:
-        readers = steps.readers(readers[0].name)
+    name = _terms_of(steps, step.name) or step.name
+    readers = steps.readers(name)
     if not plan.hi_lo:
         narrow = readers and all(each.op in (*READ_16_BITS, *PRODUCTS) for each in readers)
         return {"dtype": plan.dtype if narrow else "float32"}
     attended = any(each.op.startswith("attention") for each in readers)
     kept = plan.shape.continued and step.op != "gelu"  # attention over a kv_cache reads floats
-    if (attended or plan.reads_parts(steps, step.name)) and not kept:
-        return {"dtype": HI_LO, "bound": plan.bounds[step.name]}
+    if (attended or plan.reads_parts(steps, name)) and not kept:
+        return {"dtype": HI_LO, "bound": plan.bounds[name]}
     return {"dtype": "float32"}
+
+
+def _terms_of(steps: Steps, name: str) -> str:
+    """Return the name of a product's result after an adapter's term is added to it, or ""."""
+    readers = steps.readers(name)
+    return next(
+        (each.name for each in readers if each.op == LOW_RANK and each.inputs[0] == name), ""
+    )
 
 
 @rule("layernorm", "rmsnorm")
@@ -187,13 +197,18 @@ def norms(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     return ""
 
 
-def _convert(steps: Steps, name: str) -> None:
-    """Insert a step that converts a result to two float16 parts, for the products that read it."""
+def _convert(
+    steps: Steps, name: str, readers: Sequence[Step] | None = None, bound: float | None = None
+) -> None:
+    """Insert a step that converts a result to two float16 parts, for the steps that read it as x.
+
+    readers: by default all products. bound: as in Step.
+    """
     parts = hi_lo_of(name)
-    for each in steps.readers(name):
-        if each.op in PRODUCTS and each.inputs[0] == name:
+    for each in steps.readers(name) if readers is None else readers:
+        if (readers or each.op in PRODUCTS) and each.inputs[0] == name:
             steps.replace(each.name, each._replace(inputs=(parts, *each.inputs[1:])))
-    steps.insert(Step(parts, "hi_lo", (name,), {}), name)
+    steps.insert(Step(parts, "hi_lo", (name,), {}, bound=bound), name)
 
 
 @rule("operand")
@@ -292,6 +307,22 @@ def gelus(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     attrs = {"gelu": True, "fast": plan.shape.tensor_cores}
     by = Step(step.name, "activate", (*step.inputs, ""), attrs, plan.dtype)
     steps.replace(step.name, by)
+    if plan.reads_parts(steps, step.name):
+        _convert(steps, step.name, bound=plan.bounds[step.name])
+    return ""
+
+
+@rule(LOW_RANK)
+def terms(steps: Steps, step: Step, plan: PrefillPlan) -> str:
+    """an adapter's term reads floats where products read two float16 parts"""
+    y, x, *others = step.inputs
+    source = steps[x]
+    if not plan.hi_lo or not (source.dtype == HI_LO or source.op in ("hi_lo", "attention_varlen")):
+        return "the rows are floats, or have 16 bits"
+    floats = source.inputs[0] if source.op == "hi_lo" else f"{x}_floats"
+    if floats not in steps:
+        steps.insert(Step(floats, "take", (x, "every"), {}, "float32"), x)
+    steps.replace(step.name, step._replace(inputs=(y, floats, *others)))
     return ""
 
 
@@ -318,6 +349,7 @@ def last_rows(steps: Steps, step: Step, plan: PrefillPlan) -> str:
 
 RULES: tuple[Rule[PrefillPlan], ...] = (
     products, norms, operands, head_norms, attention, gates, gelus, convolutions, last_rows,
+    terms,
 )  # fmt: skip
 
 
