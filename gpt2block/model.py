@@ -250,6 +250,8 @@ class Model(Hinted, Generic[Weights]):
         if not isinstance(model, Model) or model is self:
             got = "the model itself" if model is self else type(model).__name__
             raise InputError(f"draft_model: expected another Model, got {got}")
+        if model.adapters:
+            raise InputError("draft_model: expected a model without adapters")
         if model.config.delta_nets is not None:
             raise InputError(
                 f"draft_model: expected a model without gated delta nets, whose states cannot go "

@@ -110,10 +110,9 @@ class Adapters:
         if name is None:
             return NONE
         if name not in self.names:
-            known = ", ".join(self.names) or "no adapters, as the model has none"
-            raise InputError(
-                f"adapter: expected one of {known}, got {shown(name)}{nearest(name, self.names)}"
-            )
+            known = f"one of {', '.join(self.names)}" if self.names else "None without adapters"
+            hint = nearest(name, self.names)
+            raise InputError(f"adapter: expected {known}, got {shown(name)}{hint}")
         return self._at(self.names.index(name))
 
     def with_digest(self, digest: object) -> Chosen:
@@ -121,9 +120,10 @@ class Adapters:
         if digest is None:
             return NONE
         if digest not in self.digests:
+            known = " or ".join(each[:23] for each in self.digests) or "a model with adapters"
             raise InputError(
-                f"adapter: the receipt states {shown(digest)[:24]}, which none of the model's "
-                f"{len(self.names)} adapters is: load the adapter, too"
+                f"adapter: the receipt states {shown(digest)[:24]}, expected {known}: load the "
+                "adapter of the text, too"
             )
         return self._at(self.digests.index(str(digest)))
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from gpt2block import Model, from_pretrained
+from gpt2block import CheckpointError, InputError, Model, from_pretrained
+from gpt2block.engine.generation.batching import Batch
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.options import Options
-from tests.adapters import merge, save_adapter, save_base
+from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.checkpoints.adapters import Adapter
+from tests.adapters import USUAL, merge, save_adapter, save_base
 from tests.devices import one_order
 from tests.engine.test_architectures_cuda import GPT2, OWN, SIZES
+from tests.serving import get, model_of, post, serving
 
 NAMES = [
     "gpt2", "llama", "qwen3-bias", "granite", "smollm3", "phi3", "olmo2", "gemma3", "gemma4",
@@ -79,3 +85,139 @@ def test_a_text_has_the_bits_that_it_has_alone(
     without = texts(plain, [None] * 5, True)
     same = [own == other for own, other in zip(together, without, strict=True)]
     assert same == [name is None for name in adapters]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a model's folder, and folders of two of its adapters."""
+    at = tmp_path_factory.mktemp("adapters")
+    found = {"base": save_base(at / "base", config_of("llama"))}
+    found["a"] = save_adapter(at / "a", found["base"])
+    return found | {"b": save_adapter(at / "b", found["base"], 2, modules=USUAL)}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"peft_type": "LOHA"}, "peft_type: expected 'LORA', got 'LOHA'"),
+    "dora": ({"use_dora": True}, "use_dora: expected False, got True: merge"),
+    "saved": ({"modules_to_save": ["lm_head"]}, r"modules_to_save: expected \[\], got"),
+    "bias": ({"bias": "all"}, "bias: expected 'none', got 'all'"),
+    "start": ({"init_lora_weights": "pissa"}, "init_lora_weights: expected 'eva', got 'pissa'"),
+    "rank": ({"r": 4}, "r: 4 for .*, whose A has 3 rows"),
+    "alpha": ({"lora_alpha": None}, "lora_alpha: expected a number, got None"),
+    "infinite": ({"lora_alpha": float("inf")}, "lora_alpha: expected a finite number, got inf"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_settings_that_are_refused(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    settings, problem = WRONG[case]
+    folder = save_adapter(tmp_path / "a", folders["base"], **settings)
+    with pytest.raises(CheckpointError, match=rf"^{folder}: adapter_config.json: {problem}"):
+        from_pretrained(folders["base"], "cpu", adapters={"a": folder})
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({f"{Q}A.weight": np.zeros((3, 9), np.float32)}, r"q_proj: expected A \(r, 64\)"),
+    ({f"{Q}B.weight": np.zeros((9, 3), np.float32)}, r"B \(128, r\) with r from 1 to 256"),
+    ({f"{Q}B.weight": None}, "layers.1.self_attn.q_proj: expected A .*, got {'A': "),
+    ({f"{Q}A.weight": np.full((3, 64), np.nan, np.float32)}, f"{Q}A.weight: expected finite numb"),
+    ({f"{Q}A.weight": np.zeros((3, 64), np.int8)}, f"{Q}A.weight: expected one of float64"),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": np.zeros((3, 5), np.float32)},
+     "expected lora_A and lora_B of modules named q_proj, k_proj.*, got base_model.*embedding_A"),
+    (dict.fromkeys((f"{Q.replace('1', '9')}{n}.weight" for n in "AB"), np.zeros((3, 64), "f4")),
+     "expected lora_A .*, got base_model.model.model.layers.9"),
+])  # fmt: skip
+def test_tensors_that_are_refused(
+    changes: dict[str, Any], problem: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tmp_path / "a", folders["base"])
+    tensors = {**load_file(folder / "adapter_model.safetensors"), **changes}
+    own = {name: each for name, each in tensors.items() if each is not None}
+    save_file(own, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{folder}: adapter_model.safetensors: .*{problem}"):
+        from_pretrained(folders["base"], "cpu", adapters={"a": folder})
+
+
+def test_other_wrong_adapters(folders: dict[str, Path], tmp_path: Path) -> None:
+    base, a, b = folders.values()
+    checkpoint = replace(Checkpoint.open(base), repo="qwen/Qwen3-0.6B")
+    with pytest.raises(CheckpointError, match="empty: expected an adapter of peft, a folder with"):
+        Adapter.read(tmp_path / "empty", checkpoint.config)
+    for own in ("qwen/Qwen3-0.6B", "unsloth/qwen3-0.6b-unsloth-bnb-4bit", "./qwen", None):
+        folder = save_adapter(tmp_path / str(len(own or "")), base, base_model_name_or_path=own)
+        assert Adapter.read(folder, checkpoint.config, checkpoint).factors.keys()
+    other = save_adapter(tmp_path / "c", base, base_model_name_or_path="qwen/Qwen3-1.7B")
+    with pytest.raises(CheckpointError, match=r"of qwen/Qwen3-1\.7B: expected one of qwen/Q"):
+        Adapter.read(other, checkpoint.config, checkpoint)
+    model = from_pretrained(base, "cpu", adapters={"a": a, "b": b})
+    with pytest.raises(InputError, match="adapter: expected one of a, b, got 'A'"):
+        model.generate([1], adapter="A")
+    with pytest.raises(InputError, match="adapter: expected None without adapters, got 'a'"):
+        from_pretrained(base, "cpu").generate([1], adapter="a")
+    own = {"b": b, "a": a, "c": a}
+    with pytest.raises(InputError, match=r"2 of 3 take 0\.00 GB: expected at most 5e-05 GB"):
+        from_pretrained(base, "cpu", adapters=own, adapters_memory=5e-5)
+
+
+def test_scales_of_modules(folders: dict[str, Path], tmp_path: Path) -> None:
+    config = config_of("llama")
+    own = save_adapter(tmp_path / "a", folders["base"], alpha_pattern={"1.self_attn.q_proj": 4.0})
+    pairs = zip(*(Adapter.read(each, config).factors.items() for each in (folders["a"], own)),
+                strict=True)  # fmt: skip
+    for (name, usual), (_, changed) in pairs:
+        for one, other in zip(usual, changed, strict=True):
+            factor = 2 if (name, one.column) == ("h.1.w_qkv", 0) else 1
+            assert np.array_equal(factor * one.b, other.b)
+
+
+def test_a_prefix_belongs_to_its_adapter(folders: dict[str, Path]) -> None:
+    base, a, b = folders.values()
+    engine = from_pretrained(base, "cpu", adapters={"a": a, "b": b}).engine
+    batch, reused = Batch(engine, 3, 40, reuse=True), list[int]()
+    for name in ("a", "b", None, "a", "b", None):
+        run = Run(engine, None, np.arange(9), Options.of({"max_new_tokens": 2, "adapter": name}))
+        run.batch = batch
+        run.finish()
+        reused.append(run.sequences[0].reused)
+    assert reused == [0, 0, 0, 8, 8, 8]
+
+
+def test_a_receipt_states_the_adapter(folders: dict[str, Path]) -> None:
+    base, a, b = folders.values()
+    model = from_pretrained(base, "cpu", adapters={"x": b, "y": a})
+    options: Any = {"receipt": True, "max_new_tokens": 4}
+    receipts = [model.generate([1, 2], adapter=name, **options).receipt for name in ("y", None)]
+    assert receipts[0]["adapter"] == Adapter.read(a, model.config).digest
+    assert receipts[1]["adapter"] is None
+    assert [check.code for check in model.verify(receipts)] == [0, 0]
+    assert [check.code for check in model.verify([{**each, "adapter": None} for each in receipts])
+            ] == [1, 0]  # fmt: skip
+    own, other = from_pretrained(base, "cpu", adapters={"z": b}).verify(receipts)
+    assert (own.code, other.code) == (2, 0)
+    assert own.problem.startswith("adapter: the receipt states '")
+
+
+def test_a_request_selects_an_adapter(folders: dict[str, Path]) -> None:
+    base, a, b = folders.values()
+    model = from_pretrained(base, "cpu", adapters={"a": a, "b": b})
+    served = model_of(model.engine, adapters=model.adapters)
+    body: Any = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    with serving(served, rows=1) as running:
+        listed = [each["id"] for each in get(running, "/v1/models")[1]["data"]]
+        found = {}
+        for name in ("small", "a", "b"):
+            status, answer = post(running, "/v1/completions", {**body, "model": name})
+            assert (status, answer["model"]) == (200, name)
+            found[name] = answer["choices"][0]["token_ids"]
+        echo = {**body, "model": "a", "echo": True, "logprobs": 1}
+        problems = [post(running, "/v1/embeddings", {"input": "a", "model": "a"}),
+                    post(running, "/v1/completions", echo)]  # fmt: skip
+    for name, tokens in found.items():
+        own = model.generate([5, 6, 7], max_new_tokens=4, temperature=0.0,
+                             adapter=None if name == "small" else name)  # fmt: skip
+        assert list(own.tokens) == tokens
+    assert listed == ["small", "a", "b"]
+    assert [status for status, _ in problems] == [404, 400]
