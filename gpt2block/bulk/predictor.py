@@ -145,9 +145,8 @@ class Predictor:
     def model(self) -> Model[Any]:
         """The loaded model."""
         arguments = self.arguments
-        given = arguments.model, arguments.device, arguments.formats
-        own = {"adapters": dict(arguments.adapters), "adapters_memory": arguments.adapters_memory}
-        return load(Model, *given, revision=arguments.revision, **own)
+        given = arguments.model, arguments.device, arguments.formats, iter, arguments.revision
+        return load(Model, *given, dict(arguments.adapters), arguments.adapters_memory)
 
     @cached_property
     def _lookup(self) -> Lookup:

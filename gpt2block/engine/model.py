@@ -527,9 +527,6 @@ class ModelEngine(Protocol):
     def config(self) -> ModelConfig:
         """The model's configuration, such as n_layer and n_embd."""
 
-    def use_adapters(self, adapters: Adapters) -> None:
-        """Let sequences use these adapters. Call this before the first sequence."""
-
     @property
     def cache_kind(self) -> CacheKind:
         """The CacheKind (layers, width, dtype, device) of kv_caches that the model accepts."""
@@ -594,6 +591,9 @@ class TracedEngine(ModelEngine, Protocol):
     """
 
     checkpoint: Checkpoint | None
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Let sequences use these adapters. Call this before the first sequence."""
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         """Run the steps in order; return a dict from step names to results (rows, channels)."""

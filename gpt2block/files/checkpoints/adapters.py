@@ -29,7 +29,7 @@ from gpt2block.files.checkpoints.stored import DTYPES, Stored, reorder
 from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_RANK = 256
+MAX_RANK, MAX = 256, 1e30  # largest rank, and magnitude of alpha
 Floats = NDArray[np.float32]
 # Settings of peft → the values that change nothing
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -46,12 +46,12 @@ _QUANTIZED = re.compile(r"(-unsloth)?(-bnb-4bit)?$")  # ends the names of copies
 
 
 class Place(NamedTuple):
-    """Columns of a matrix: `count` from `column` on are outputs of a module from `row` on."""
+    """Columns of a matrix from `column` on, which are `rows` outputs of a module from `row` on."""
 
     matrix: str  # gpt2block's name
     column: int
     row: int
-    count: int
+    rows: int
 
 
 class Factors(NamedTuple):
@@ -91,9 +91,9 @@ class Adapter:
             factors = defaultdict[str, list[Factors]](list)
             for module, (a, b) in modules.items():
                 first, scale = _read(a), _scale(settings, module, a.shape[0])
-                second = scale * _read(b)
+                second = np.float32(scale) * _read(b)
                 for place in places[module]:
-                    rows = second[place.row : place.row + place.count]
+                    rows = second[place.row : place.row + place.rows]
                     factors[place.matrix].append(
                         Factors(first, _in_order(rows, place, config), place.column)
                     )
@@ -161,7 +161,7 @@ def _modules(tensors: list[Stored], config: ModelConfig) -> dict[str, tuple[Stor
         raise CheckpointError(f"{WEIGHTS}: expected lora_A and lora_B of modules named {kinds}, "
                               f"got {first_names(unknown) or 'no tensors'}")  # fmt: skip
     for module, pair in pairs.items():
-        K, N = shapes[places[module][0].matrix][0], sum(each.count for each in places[module])
+        K, N = shapes[places[module][0].matrix][0], sum(each.rows for each in places[module])
         r = next(iter(pair["A"].shape), 0) if "A" in pair else 0
         got = {factor: each.shape for factor, each in sorted(pair.items())}
         if got != {"A": (r, K), "B": (N, r)} or not 0 < r <= MAX_RANK:
@@ -172,21 +172,23 @@ def _modules(tensors: list[Stored], config: ModelConfig) -> dict[str, tuple[Stor
     return {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
 
 
-def _scale(settings: Mapping[str, Any], module: str, rank: int) -> np.float32:
+def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / r of a module, or alpha / sqrt(r) with rslora. Raises CheckpointError."""
     values = []
     for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         own = settings.get(patterns) or {}
         fit = (own[each] for each in own if re.fullmatch(rf"(.*\.)?({each})", module))
-        values.append(next(fit, settings.get(key)))
-        if isinstance(values[-1], bool) or not isinstance(values[-1], (int, float)):
-            raise CheckpointError(f"{CONFIG}: {key}: expected a number, got {shown(values[-1])}")
-    r, alpha = values
-    if r != rank:
-        raise CheckpointError(f"{CONFIG}: r: {shown(r)} for {module}, whose A has {rank} rows")
-    if not math.isfinite(alpha):
-        raise CheckpointError(f"{CONFIG}: lora_alpha: expected a finite number, got {alpha}")
-    return np.float32(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+        value = next(fit, settings.get(key))
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not -MAX <= value <= MAX
+        ):
+            raise CheckpointError(f"{CONFIG}: {key}: expected a number, got {shown(value)}")
+        values.append(value)
+    if values[0] != rank:
+        raise CheckpointError(f"{CONFIG}: r: {values[0]} for {module}, whose A has {rank} rows")
+    return float(values[1]) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _read(tensor: Stored) -> Floats:

@@ -125,8 +125,8 @@ def hi_lo(
     """
     _, rows, K = parts.shape
     width = vector_width(K, parts, x)
-    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", HI_LO_WARPS))
-    defines += float_define("SPLIT_UNIT", one_scale)
+    sizes = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", HI_LO_WARPS))
+    defines = (*sizes, *float_define("SPLIT_UNIT", one_scale))
     grid = (ceil(rows / HI_LO_WARPS),)
     geometry = Geometry("split_rows", grid, (32 * HI_LO_WARPS,), defines=defines)
     return launch_at(HI_LO_FILE, geometry, (x, parts, scale, rows, K), "float16")
