@@ -56,14 +56,9 @@ def test_rows_have_the_bits_that_they_have_alone(
         return np.asarray(given[0].get())
 
     found = added([*range(M)])
-    wide: Any = [
-        y.astype(float),
-        x.astype(float),
-        *(each.astype(float) for each in fixed[:2]),
-        fixed[2],
-    ]
+    wide: Any = [each.astype(float) for each in (y, x, *fixed[:2])]
     add: Any = reference.add_low_rank
-    exact = add(*wide, row, np.where(adapter > 3, -1, adapter))
+    exact = add(*wide, fixed[2], row, np.where(adapter > 3, -1, adapter))
     most = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtypes[0]]
     assert np.abs(found - exact).max() < most * np.abs(exact).max()
     without = (row < 0) | (adapter[row] < 0) | (adapter[row] > 3)

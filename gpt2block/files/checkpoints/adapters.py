@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2block.checks import check_number
 from gpt2block.errors import CheckpointError, shown
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.files.checkpoints.files import about, first_names, is_file, read_object
@@ -29,7 +30,7 @@ from gpt2block.files.checkpoints.stored import DTYPES, Stored, reorder
 from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_RANK, MAX = 256, 1e30  # largest rank, and magnitude of alpha
+MAX_RANK = 256
 Floats = NDArray[np.float32]
 # Settings of peft → the values that change nothing
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -179,16 +180,11 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
         own = settings.get(patterns) or {}
         fit = (own[each] for each in own if re.fullmatch(rf"(.*\.)?({each})", module))
         value = next(fit, settings.get(key))
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not -MAX <= value <= MAX
-        ):
-            raise CheckpointError(f"{CONFIG}: {key}: expected a number, got {shown(value)}")
-        values.append(value)
-    if values[0] != rank:
-        raise CheckpointError(f"{CONFIG}: r: {values[0]} for {module}, whose A has {rank} rows")
-    return float(values[1]) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        values.append(check_number(f"{CONFIG}: {key}", value, -1e30, 1e30, "a number"))
+    r, alpha = values
+    if r != rank:
+        raise CheckpointError(f"{CONFIG}: r: {r:g} for {module}, whose A has {rank} rows")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _read(tensor: Stored) -> Floats:
