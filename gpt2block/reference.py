@@ -574,8 +574,8 @@ def gemm(
 
 
 @takes(
-    "y any M N; x other M K; a f32 R K; b f32 R N; spans i32 L S 2; row i32 M; adapter i32 B "
-    "-> y any M N"
+    "y any M N; x other M K; a f32 R K; b f32 R P; spans i32 L S 2; row i32 M; adapter i32 B; "
+    "up? any M N -> y any M N; up? any M N"
 )
 def add_low_rank(
     y: Array,
@@ -585,21 +585,25 @@ def add_low_rank(
     spans: Integers,
     row: Integers,
     adapter: Integers,
+    up: Array | None = None,
 ) -> Array:
     """Add (x aᵀ) b to the rows y of sequences with an adapter (LoRA), in place.
 
     y (M, N), x (M, K), a (R, K), b (R, N) → (M, N). Row m belongs to sequence row[m], whose adapter
     has the number adapter[row[m]]; rows with a negative number of either are unchanged. spans
     (L, S, 2): rows first to end - 1 of a and b that adapter l has for the columns of tile s, of
-    which there are S; its other rows are 0 there.
+    which there are S; its other rows are 0 there. up (M, N): further columns of y, for b (R, 2N).
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
     """
-    numbers = np.where(row < 0, -1, adapter[row])
+    numbers, N = np.where(row < 0, -1, adapter[row]), y.shape[1]
     for number in np.unique(numbers[numbers >= 0]).tolist():
         tiles = spans[number][spans[number][:, 0] < spans[number][:, 1]]
         if len(tiles):
             own, rows = slice(tiles[:, 0].min(), tiles[:, 1].max()), numbers == number
-            y[rows] += x[rows] @ a[own].T @ b[own]
+            terms = x[rows] @ a[own].T @ b[own]
+            y[rows] += terms[:, :N]
+            if up is not None:
+                up[rows] += terms[:, N:]
     return y
 
 

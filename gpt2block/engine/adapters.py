@@ -11,12 +11,13 @@ import numpy as np
 
 from gpt2block.checks import nearest
 from gpt2block.errors import Argument, InputError, shown
-from gpt2block.files.checkpoints.adapters import Adapter
+from gpt2block.files.checkpoints.adapters import Adapter, Factors
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
 from gpt2block.models.config import GPT2Config, ModelConfig, product_shapes
 from gpt2block.ops.low_rank import COLUMNS
 
 A, B, SPANS = ".lora_a", ".lora_b", ".lora_spans"  # end the names of tensors, after a matrix's name
+UP = "_up"  # after the name of w_gate: the name of the joined factors of w_gate and w_up
 MEMORY = 4.0  # default limit of the adapters' memory in GB
 
 
@@ -36,8 +37,9 @@ class Adapters:
     tensors: inputs of `reference.add_low_rank` for each matrix W with a factor: `W.lora_a` (R, K)
     and `W.lora_b` (R, N), float32, have the factors of all adapters, one after another, and
     `W.lora_spans` (adapters, tiles of COLUMNS columns, 2) has the range of rows of each adapter for
-    each tile. Columns of other modules than a factor's are 0 in `W.lora_b`. `no_rotation`: RoPE's
-    frequencies for a model without RoPE, 0, with which a kernel only stores keys and values.
+    each tile. Columns of other modules than a factor's are 0 in `W.lora_b`. The factors of w_gate
+    and w_up, which read the same x, are joined. `no_rotation`: RoPE's frequencies for a model
+    without RoPE, 0, with which a kernel only stores keys and values.
     """
 
     def __init__(self, adapters: Mapping[str, Adapter], config: ModelConfig) -> None:
@@ -47,9 +49,11 @@ class Adapters:
         if adapters and not config.frequencies_of_layers:
             self.tensors["no_rotation"] = np.zeros(config.head_size // 2)
         shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
-        for matrix in dict.fromkeys(m for each in adapters.values() for m in each.factors):
-            K, N = shapes[matrix]
-            terms = [each.factors.get(matrix, ()) for each in adapters.values()]
+        joined = [_joined(each.factors, shapes) for each in adapters.values()]
+        for matrix in dict.fromkeys(name for each in joined for name in each):
+            K, N = shapes[matrix.removesuffix(UP)]
+            N *= 1 + matrix.endswith(UP)
+            terms = [each.get(matrix, ()) for each in joined]
             R = sum(len(a) for of_adapter in terms for a, _, _ in of_adapter)
             a_rows, b_rows = np.empty((R, K), np.float32), np.zeros((R, N), np.float32)
             spans, first = np.zeros((len(terms), -(-N // COLUMNS), 2), np.int32), 0
@@ -129,6 +133,20 @@ class Adapters:
 
     def _at(self, number: int) -> Chosen:
         return Chosen(number, self.digests[number])
+
+
+def _joined(
+    factors: Mapping[str, tuple[Factors, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Factors, ...]]:
+    """Return factors in which the columns of w_up follow the columns of w_gate, as w_gate_up."""
+    found = dict[str, tuple[Factors, ...]]()
+    for name, own in factors.items():
+        gate = name.replace("w_up", "w_gate")
+        first = shapes[gate][1] if name != gate else 0
+        matrix = gate + UP if gate.endswith("w_gate") else name
+        moved = tuple(each._replace(column=first + each.column) for each in own)
+        found[matrix] = found.get(matrix, ()) + moved
+    return found
 
 
 class SlotAdapters:

@@ -13,7 +13,8 @@ from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 
 FILE = "matmul/low_rank.cu"
-COLUMNS, THREADS, BLOCK_ROWS = 128, 256, 64  # TILE, THREADS and BLOCK_ROWS of the kernel
+COLUMNS = 128  # TILE of the kernel
+THREADS, BLOCK_ROWS, ROWS, CHUNK = 256, 64, 8, 1024  # as in the kernel
 MAX_SPAN = 768  # most rows of a span: ranks of up to 256 of Q, K and V
 
 
@@ -40,21 +41,24 @@ def _mixed(c: Call) -> Launch:
 
 def _launch(c: Call, kernel: str) -> Launch:
     """Return a launch. row and adapter are not read back to the host."""
-    c.check_addresses("a", loaded=gcd(4, c.K))
-    span = min(c.R, MAX_SPAN)
-    defines = (("LOW_RANK_WIDTH", gcd(4, c.K)), ("LOW_RANK_SPAN", span + span % 2))
-    grid = (ceil(c.N / COLUMNS), c.L, ceil(c.M / BLOCK_ROWS))
-    args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.M, c.N, c.K, c.B)
-    geometry = Geometry(kernel, grid, (THREADS,), defines=defines)
+    c.check_addresses("x", "a", loaded=gcd(4, c.K))
+    span = min(c.R, MAX_SPAN) + min(c.R, MAX_SPAN) % 2
+    defines = (("LOW_RANK_WIDTH", gcd(4, c.K)), ("LOW_RANK_SPAN", span))
+    defines += (("LOW_RANK_UP", int(c.up is not None)),)
+    grid = (c.S, c.L, ceil(c.M / BLOCK_ROWS))
+    args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.up, c.M, c.N, c.K, c.B)
+    shared = 4 * (ROWS * (CHUNK + span) + BLOCK_ROWS + 1)
+    geometry = Geometry(kernel, grid, (THREADS,), 16 * ceil(shared / 16), defines)
     return launch_at(FILE, geometry, args, c.x_storage)
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
     """Check a call, but not the numbers in spans, row and adapter."""
     c = unchecked.checked(x_storage=storage(unchecked.inputs[1]))
-    tiles = ceil(c.N / COLUMNS)
-    if tiles != c.S:
-        raise InputError(f"spans: expected {tiles} tiles for {c.N} columns, got {c.S}")
+    columns = c.N if c.up is None else 2 * c.N
+    tiles = ceil(columns / COLUMNS)
+    if (columns, tiles) != (c.P, c.S):
+        raise InputError(f"b: expected {columns} columns in {tiles} tiles, got {c.P} in {c.S}")
     return c
 
 

@@ -3,6 +3,7 @@
 //   h = x a^T   y = y + h b
 //
 //   y (M, N)   x (M, K)   a (R, K), b (R, N), float: the factors of all adapters, one after another
+//   up (M, N), or null: a second y of the same x, whose columns follow those of y. b then has 2 N columns
 //
 //   add_low_rank: for decoding; x and y are float
 //   add_low_rank_narrow: for prompts; x and y have the 16-bit type T
@@ -24,7 +25,7 @@
 // Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for the
 // previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
 //
-// grid (ceil(N / TILE), adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
+// grid (tiles, adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
@@ -35,13 +36,22 @@
 #ifndef LOW_RANK_SPAN  // most rows of a span, rounded up to an even number
 #define LOW_RANK_SPAN 16
 #endif
+#ifndef LOW_RANK_UP  // whether there is `up`
+#define LOW_RANK_UP 0
+#endif
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int TILE = 128, SHARES = THREADS / TILE;  // threads per column, which divide the rows of a group
 constexpr int BLOCK_ROWS = 64, ROWS = 8;            // rows of a block, and of a group
-constexpr int CHUNK = 512;                          // channels of x in shared memory
+constexpr int EACH = ROWS / SHARES;                 // rows of a thread's column
+constexpr int CHUNK = 1024;                         // channels of x in shared memory
 constexpr int LINE = 32;                            // floats per line of the cache
 typedef Vec<float, LOW_RANK_WIDTH> Vector;
+
+struct Shared {
+    float x[ROWS][CHUNK], h[LOW_RANK_SPAN][ROWS];
+    int rows[BLOCK_ROWS], found;
+};
 
 __device__ __forceinline__ void prefetch(const float* address) {
 #if defined(__CUDA_ARCH__)
@@ -52,18 +62,18 @@ __device__ __forceinline__ void prefetch(const float* address) {
 // Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
 template <typename X, typename Y>
 __device__ __forceinline__ void add_terms(
-    const X* x, const float* a, const float* b, const int* spans, const int* row, const int* adapter, Y* y, int M, int N,
-    int K, int B) {
-    __shared__ __align__(16) float chunk[ROWS][CHUNK];
-    __shared__ float h[LOW_RANK_SPAN][ROWS];
-    __shared__ int rows[BLOCK_ROWS], found;
+    const X* x, const float* a, const float* b, const int* spans, const int* row, const int* adapter, Y* y, Y* up, int M,
+    int N, int K, int B) {
+    extern __shared__ float4 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int columns = LOW_RANK_UP ? 2 * N : N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.y;
     const int* span = spans + 2 * (own * gridDim.x + blockIdx.x);
     const int first = __ldg(span), count = __ldg(span + 1) - first;
     const int begin = blockIdx.z * BLOCK_ROWS, end = min(M, begin + BLOCK_ROWS);
     const int column = blockIdx.x * TILE + threadIdx.x % TILE, share = threadIdx.x / TILE;
     a += (long long)first * K;
-    b += (long long)first * N;
+    b += (long long)first * columns;
 
     bool used = false;  // whether a row has had the adapter lately: no result depends on it
     if (begin + threadIdx.x < end) {
@@ -74,7 +84,7 @@ __device__ __forceinline__ void add_terms(
         for (int i = threadIdx.x * LINE; i < count * K; i += THREADS * LINE) prefetch(a + i);
         for (int j = warp; j < count; j += WARPS) {
             const int n = blockIdx.x * TILE + lane * LINE;
-            if (n < min(N, (blockIdx.x + 1) * TILE)) prefetch(b + (long long)j * N + n);
+            if (n < min(columns, (blockIdx.x + 1) * TILE)) prefetch(b + (long long)j * columns + n);
         }
     }
     let_next_start();
@@ -86,27 +96,33 @@ __device__ __forceinline__ void add_terms(
             const int r = m < end ? __ldcg(row + m) : -1;
             const bool has = r >= 0 && r < B && __ldcg(adapter + r) == own;
             const unsigned votes = __ballot_sync(0xffffffffu, has);
-            if (has) rows[before + __popc(votes & ((1u << lane) - 1))] = m;
+            if (has) shared.rows[before + __popc(votes & ((1u << lane) - 1))] = m;
             before += __popc(votes);
         }
-        if (lane == 0) found = before;
+        if (lane == 0) shared.found = before;
     }
     __syncthreads();
 
-    for (int group = 0; group < found; group += ROWS) {
-        const int n = min(ROWS, found - group);
+    for (int group = 0; group < shared.found; group += ROWS) {
+        const int n = min(ROWS, shared.found - group);
+        const int* const rows = shared.rows + group;
         for (int at = 0; at < K; at += CHUNK) {
             const int channels = min(CHUNK, K - at);
-            __syncthreads();  // all warps have read the chunk, and the h, of before
-            for (int i = threadIdx.x; i < n * CHUNK; i += THREADS) {
+            __syncthreads();  // all warps have read x, and the h, of before
+#pragma unroll 4
+            for (int i = threadIdx.x * LOW_RANK_WIDTH; i < n * CHUNK; i += THREADS * LOW_RANK_WIDTH) {
                 const int r = i / CHUNK, k = i % CHUNK;
-                if (k < channels) chunk[r][k] = widen(x[(long long)rows[group + r] * K + at + k]);
+                if (k >= channels) continue;
+                float v[LOW_RANK_WIDTH];
+                load_fresh<X, LOW_RANK_WIDTH>(x + (long long)rows[r] * K + at + k).unpack(v);
+                Vector::store(&shared.x[r][k], v);
             }
             __syncthreads();
             for (int j = 2 * warp; j < count; j += 2 * WARPS) {
                 float sums[2][ROWS] = {};
                 const float* const lower = a + (long long)j * K + at;
                 const float* const upper = j + 1 < count ? lower + K : lower;
+#pragma unroll 4
                 for (int k = lane * LOW_RANK_WIDTH; k < channels; k += 32 * LOW_RANK_WIDTH) {
                     float v[2][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
                     Vector::load(lower + k).unpack(v[0]);
@@ -114,7 +130,7 @@ __device__ __forceinline__ void add_terms(
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         if (r >= n) break;
-                        Vector{*reinterpret_cast<const Vector::Raw*>(&chunk[r][k])}.unpack(own_x);
+                        Vector{*reinterpret_cast<const Vector::Raw*>(&shared.x[r][k])}.unpack(own_x);
 #pragma unroll
                         for (int e = 0; e < 2 * LOW_RANK_WIDTH; ++e) {
                             const int p = e / LOW_RANK_WIDTH, c = e % LOW_RANK_WIDTH;
@@ -127,27 +143,27 @@ __device__ __forceinline__ void add_terms(
                     const int p = e % 2, r = e / 2;
                     if (r >= n) break;
                     const float sum = lanes_sum<32>(sums[p][r]);
-                    if (lane == 0) h[j + p][r] = at ? h[j + p][r] + sum : sum;
+                    if (lane == 0) shared.h[j + p][r] = at ? shared.h[j + p][r] + sum : sum;
                 }
             }
         }
         __syncthreads();
-        if (column >= N) continue;
-        float sums[ROWS / SHARES] = {};
-        for (int j = 0; j < count; ++j) {
-            const float v = __ldg(b + (long long)j * N + column);
+        if (column >= columns) continue;
+        Y* const out = LOW_RANK_UP && column >= N ? up + column - N : y + column;
+        float sums[EACH] = {}, old[EACH];
 #pragma unroll
-            for (int i = 0; i < ROWS / SHARES; ++i) {
-                const int r = share + i * SHARES;
-                if (r < n) sums[i] = fmaf(h[j][r], v, sums[i]);
+        for (int i = 0; i < EACH; ++i) old[i] = share + i * SHARES < n ? widen(out[(long long)rows[share + i * SHARES] * N]) : 0.0f;
+#pragma unroll 8
+        for (int j = 0; j < count; ++j) {
+            const float v = __ldg(b + (long long)j * columns + column);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (share + i * SHARES < n) sums[i] = fmaf(shared.h[j][share + i * SHARES], v, sums[i]);
             }
         }
 #pragma unroll
-        for (int i = 0; i < ROWS / SHARES; ++i) {
-            const int r = share + i * SHARES;
-            if (r >= n) continue;
-            Y* const to = y + (long long)rows[group + r] * N + column;
-            narrow_to(*to, widen(*to) + sums[i]);
+        for (int i = 0; i < EACH; ++i) {
+            if (share + i * SHARES < n) narrow_to(out[(long long)rows[share + i * SHARES] * N], old[i] + sums[i]);
         }
     }
 }
@@ -156,37 +172,40 @@ __device__ __forceinline__ void add_terms(
 extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank(
     const float* x,               // (M, K)
     const float* __restrict__ a,  // (R, K)
-    const float* __restrict__ b,  // (R, N)
-    const int* spans,             // (adapters, ceil(N / TILE), 2)
+    const float* __restrict__ b,  // (R, N), or (R, 2N)
+    const int* spans,             // (adapters, tiles, 2)
     const int* row,               // (M)
     const int* adapter,           // (B)
     float* y,                     // (M, N)
+    float* up,                    // (M, N), or null
     int M, int N, int K, int B) {
-    add_terms(x, a, b, spans, row, adapter, y, M, N, K, B);
+    add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
 }
 
 // Launched by operation (variant): add_low_rank (narrow)
 extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_narrow(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
-    const float* __restrict__ b,  // (R, N)
-    const int* spans,             // (adapters, ceil(N / TILE), 2)
+    const float* __restrict__ b,  // (R, N), or (R, 2N)
+    const int* spans,             // (adapters, tiles, 2)
     const int* row,               // (M)
     const int* adapter,           // (B)
     T* y,                         // (M, N)
+    T* up,                        // (M, N), or null
     int M, int N, int K, int B) {
-    add_terms(x, a, b, spans, row, adapter, y, M, N, K, B);
+    add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
 }
 
 // Launched by operation (variant): add_low_rank (mixed)
 extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_mixed(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
-    const float* __restrict__ b,  // (R, N)
-    const int* spans,             // (adapters, ceil(N / TILE), 2)
+    const float* __restrict__ b,  // (R, N), or (R, 2N)
+    const int* spans,             // (adapters, tiles, 2)
     const int* row,               // (M)
     const int* adapter,           // (B)
     float* y,                     // (M, N)
+    float* up,                    // (M, N), or null
     int M, int N, int K, int B) {
-    add_terms(x, a, b, spans, row, adapter, y, M, N, K, B);
+    add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
 }

@@ -67,9 +67,26 @@ def test_rows_have_the_bits_that_they_have_alone(
         assert np.array_equal(added([m]), found[m : m + 1])
 
 
+@on_devices
+def test_further_columns(device: Any) -> None:
+    """Two arrays y have the bits of their columns in one array."""
+    a, b, spans = factors(70, 260)
+    x, y = normal(3, 9, 70), normal(4, 9, 260)
+    row = np.arange(9, dtype="i4") - 2
+    parts = [[y], [y[:, :130].copy(), y[:, 130:].copy()]]
+    for of_y in parts:
+        given = x, a, b, spans, row, np.arange(7, dtype="i4") % 4
+        fixed = [device.asarray(each) for each in given]
+        first, *up = (device.asarray(each) for each in of_y)
+        registry.bind("add_low_rank", (first, *fixed, *up)).run()
+        of_y[:] = [each.get() for each in (first, *up)]
+    assert np.array_equal(np.hstack(parts[1]), parts[0][0])
+    assert not np.array_equal(parts[0][0], y)
+
+
 def test_wrong_tiles() -> None:
     a, b, spans = factors(8, 200)
     arrays = normal(0, 2, 200), normal(0, 2, 8), a, b, spans[:, :1].copy()
     numbers = np.zeros(2, "i4"), np.zeros(1, "i4")
-    with pytest.raises(InputError, match="spans: expected 2 tiles for 200 columns, got 1"):
+    with pytest.raises(InputError, match="b: expected 200 columns in 2 tiles, got 200 in 1"):
         registry.bind("add_low_rank", (*arrays, *numbers))

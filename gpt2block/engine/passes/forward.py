@@ -108,9 +108,13 @@ class Pass:
         if add[0]:
             y = self.do(base, "add", (add[1], y))
         if adapted:
-            factors = (f"{w}.lora_a", f"{w}.lora_b", f"{w}.lora_spans", self.row, "adapter")
-            y = self.do(end, "add_low_rank", (y, a, *factors))
+            y = self.add_low_rank(end, w, a, y)
         return self.do(gelu, "gelu", (y,)) if gelu else y
+
+    def add_low_rank(self, name: str, w: str, x: Value, y: Value, up: Value = "") -> Value:
+        """Add the terms of adapters to y = x @ w, and to `up` if w's factors have its columns."""
+        factors = (f"{w}.lora_a", f"{w}.lora_b", f"{w}.lora_spans", self.row, "adapter")
+        return self.do(name, "add_low_rank", (y, x, *factors, up))
 
     def operand(self, name: str, x: Value) -> Value:
         """Convert rows that no norm precedes to the format of the products that read them."""
@@ -181,9 +185,16 @@ class Pass:
         return self.do(f"{h}conv", "short_conv", inputs)
 
     def gated(self, h: str, x: Value) -> Value:
-        """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
-        gate = self.product(f"{h}gate", x, f"{h}w_gate", f"{h}b_gate")
+        """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set.
+
+        Adapters have the factors of both products under one name.
+        """
+        factors = f"{h}w_gate_up"
+        adapted = self.do.has(f"{factors}.lora_a")
+        gate = self.product(f"{h}gate{'_base' * adapted}", x, f"{h}w_gate", f"{h}b_gate")
         up = self.product(f"{h}up", x, f"{h}w_up", f"{h}b_up")
+        if adapted:
+            gate = self.add_low_rank(f"{h}gate", factors, x, gate, up)
         return self.do(f"{h}ff", "silu_mul", (gate, up), **self.c.gate)
 
     def gated_by_layer(self, h: str, gate: Value) -> Value:
