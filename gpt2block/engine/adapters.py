@@ -21,14 +21,14 @@ UP = "_up"  # after the name of w_gate: the name of the joined factors of w_gate
 MEMORY = 4.0  # default limit of the adapters' memory in GB
 
 
-class Chosen(NamedTuple):
+class ChosenAdapter(NamedTuple):
     """The adapter of a sequence: its number among the model's adapters, or -1; and its digest."""
 
     number: int = -1
     digest: str | None = None
 
 
-NONE = Chosen()
+NONE = ChosenAdapter()
 
 
 class Adapters:
@@ -109,7 +109,7 @@ class Adapters:
         found.tensors = {}
         return found
 
-    def named(self, name: str | None) -> Chosen:
+    def named(self, name: str | None) -> ChosenAdapter:
         """Return the adapter with this name, or NONE for None. Raises InputError."""
         if name is None:
             return NONE
@@ -119,7 +119,7 @@ class Adapters:
             raise InputError(f"adapter: expected {known}, got {shown(name)}{hint}")
         return self._at(self.names.index(name))
 
-    def with_digest(self, digest: object) -> Chosen:
+    def with_digest(self, digest: object) -> ChosenAdapter:
         """Return the adapter with the digest that a receipt states, or NONE. Raises InputError."""
         if digest is None:
             return NONE
@@ -131,8 +131,8 @@ class Adapters:
             )
         return self._at(self.digests.index(str(digest)))
 
-    def _at(self, number: int) -> Chosen:
-        return Chosen(number, self.digests[number])
+    def _at(self, number: int) -> ChosenAdapter:
+        return ChosenAdapter(number, self.digests[number])
 
 
 def _joined(

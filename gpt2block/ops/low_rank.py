@@ -13,8 +13,8 @@ from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 
 FILE = "matmul/low_rank.cu"
-COLUMNS = 128  # TILE of the kernel
-THREADS, BLOCK_ROWS, ROWS, CHUNK = 256, 64, 8, 1024  # as in the kernel
+# Constants of the kernel, which calls COLUMNS TILE
+COLUMNS, THREADS, BLOCK_ROWS, ROWS, CHUNK = 128, 256, 64, 8, 1024
 MAX_SPAN = 768  # most rows of a span: ranks of up to 256 of Q, K and V
 
 

@@ -1,4 +1,4 @@
-// The activation of a feed-forward whose products have further terms (matmul/low_rank.cu), so that no product fuses it.
+// The activation of a feed-forward whose products have further terms (matmul/low_rank.cu), so that none fuses it.
 //
 //   out = f(gate), or f(gate) * up     f: SiLU, or with GATE_GELU the tanh form of GELU
 //
@@ -6,8 +6,8 @@
 //
 //   activate: one thread per element; launches may overlap
 //
-// The results have the bits of the kernels that fuse the activation: products of decoding, or with ACTIVATE_FAST products
-// of prompts on tensor cores.
+// The results have the bits of the kernels that fuse the activation: products of decoding, or with ACTIVATE_FAST
+// products of prompts on tensor cores.
 //
 // grid (ceil(n / block)), block (any).
 #include "lib/fast.cuh"

@@ -9,21 +9,21 @@
 //   add_low_rank_narrow: for prompts; x and y have the 16-bit type T
 //   add_low_rank_mixed: for prompts; x has the 16-bit type T, y, a sum with the residual stream, is float
 //
-// Row m belongs to sequence row[m], which has the adapter adapter[row[m]]; a row without either is unchanged. `spans` has
-// a range of rows of a and b for each adapter and tile of TILE columns. So one launch computes products with the same x,
-// such as Q, K and V, whose factors have zeros in the columns of the others.
+// Row m belongs to sequence row[m], which has the adapter adapter[row[m]]; a row without either is unchanged. `spans`
+// has a range of rows of a and b for each adapter and tile of TILE columns. So one launch computes products with the
+// same x, such as Q, K and V, whose factors have zeros in the columns of the others.
 //
 //   64 rows of y    a b . a a . b a a a b a a a b ...     their adapters; "." has none
 //   block of a      |     |     first ROWS rows of a |    the next ROWS rows of a
 //
-// A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x is
-// copied to shared memory in chunks. A warp multiplies a chunk by two rows of a: each lane adds products of every 32nd
-// vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result h is in
-// shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds this sum to
-// y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
+// A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x
+// is copied to shared memory in chunks. A warp multiplies a chunk by two rows of a: each lane adds products of every
+// 32nd vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result
+// h is in shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds
+// this sum to y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
 //
-// Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for the
-// previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
+// Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for
+// the previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
 //
 // grid (tiles, adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
 #include "lib/common.cuh"
@@ -62,8 +62,8 @@ __device__ __forceinline__ void prefetch(const float* address) {
 // Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
 template <typename X, typename Y>
 __device__ __forceinline__ void add_terms(
-    const X* x, const float* a, const float* b, const int* spans, const int* row, const int* adapter, Y* y, Y* up, int M,
-    int N, int K, int B) {
+    const X* x, const float* a, const float* b, const int* spans, const int* row, const int* adapter, Y* y, Y* up,
+    int M, int N, int K, int B) {
     extern __shared__ float4 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int columns = LOW_RANK_UP ? 2 * N : N;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void add_terms(
                 float sums[2][ROWS] = {};
                 const float* const lower = a + (long long)j * K + at;
                 const float* const upper = j + 1 < count ? lower + K : lower;
-#pragma unroll 4
+#pragma unroll 2
                 for (int k = lane * LOW_RANK_WIDTH; k < channels; k += 32 * LOW_RANK_WIDTH) {
                     float v[2][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
                     Vector::load(lower + k).unpack(v[0]);
@@ -150,9 +150,11 @@ __device__ __forceinline__ void add_terms(
         __syncthreads();
         if (column >= columns) continue;
         Y* const out = LOW_RANK_UP && column >= N ? up + column - N : y + column;
-        float sums[EACH] = {}, old[EACH];
+        float sums[EACH] = {}, old[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) old[i] = share + i * SHARES < n ? widen(out[(long long)rows[share + i * SHARES] * N]) : 0.0f;
+        for (int i = 0; i < EACH; ++i) {
+            if (share + i * SHARES < n) old[i] = widen(out[(long long)rows[share + i * SHARES] * N]);
+        }
 #pragma unroll 8
         for (int j = 0; j < count; ++j) {
             const float v = __ldg(b + (long long)j * columns + column);
@@ -169,7 +171,7 @@ __device__ __forceinline__ void add_terms(
 }
 
 // Launched by operation (variant): add_low_rank (float)
-extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank(
     const float* x,               // (M, K)
     const float* __restrict__ a,  // (R, K)
     const float* __restrict__ b,  // (R, N), or (R, 2N)
@@ -183,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank(
 }
 
 // Launched by operation (variant): add_low_rank (narrow)
-extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_narrow(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_narrow(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
     const float* __restrict__ b,  // (R, N), or (R, 2N)
@@ -197,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_narrow(
 }
 
 // Launched by operation (variant): add_low_rank (mixed)
-extern "C" __global__ void __launch_bounds__(THREADS) add_low_rank_mixed(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_mixed(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
     const float* __restrict__ b,  // (R, N), or (R, 2N)

@@ -202,7 +202,7 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
     V), valid until the next prefill. Without `last`, only keys and values are computed, and the
     result is None. Sizes are rounded up, so that other sequences use the same launches.
     """
-    for start in group:
+    for start in group if cache.frequencies.tensors or cache.adapters.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
         cache.adapters.begin(start.slot, start.adapter)
     if (states := cache.kept_states) is not None:

@@ -46,7 +46,7 @@ _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weigh
 _QUANTIZED = re.compile(r"(-unsloth)?(-bnb-4bit)?$")  # ends the names of copies for training
 
 
-class Place(NamedTuple):
+class ModuleRows(NamedTuple):
     """Columns of a matrix from `column` on, which are `rows` outputs of a module from `row` on."""
 
     matrix: str  # gpt2block's name
@@ -83,8 +83,8 @@ class Adapter:
         for another base model, and for settings, modules, shapes and numbers that are not
         supported; the message begins with the folder.
         """
-        folder = Path(folder)
-        with about(folder):
+        folder, damage = Path(folder), (AttributeError, KeyError, TypeError, re.error)
+        with about(folder, damage, "cannot be read: {}"):
             settings, weights = _settings(folder, base), folder / WEIGHTS
             if not is_file(weights):
                 raise CheckpointError(f"expected {WEIGHTS} in this folder")
@@ -124,9 +124,13 @@ def _settings(folder: Path, base: Checkpoint | None) -> dict[str, Any]:
     return settings
 
 
-def _places(config: ModelConfig) -> dict[str, list[Place]]:
-    """Return {module, named without prefixes: its Places} for all modules that may have factors."""
-    naming, found, ends = naming_of(config), defaultdict[str, list[Place]](list), Counter[str]()
+def _places(config: ModelConfig) -> dict[str, list[ModuleRows]]:
+    """Return {module, named without prefixes: its ModuleRows} for all modules that may have factors."""
+    naming, found, ends = (
+        naming_of(config),
+        defaultdict[str, list[ModuleRows]](list),
+        Counter[str](),
+    )
     shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
     for matrix, (_, N) in shapes.items():
         kind = matrix.rpartition(".")[2]
@@ -137,7 +141,7 @@ def _places(config: ModelConfig) -> dict[str, list[Place]]:
         counts = config.file_rows(kind, layer) if len(names) > 1 else (N,)
         for name, count in zip(names, counts, strict=True):
             module = name.removesuffix(".weight")
-            found[module].append(Place(matrix, column, ends[module], count))
+            found[module].append(ModuleRows(matrix, column, ends[module], count))
             column, ends[module] = column + count, ends[module] + count
     return dict(found)
 
@@ -198,7 +202,7 @@ def _read(tensor: Stored) -> Floats:
     return array
 
 
-def _in_order(rows: Floats, place: Place, config: ModelConfig) -> Floats:
+def _in_order(rows: Floats, place: ModuleRows, config: ModelConfig) -> Floats:
     """Return rows of B (count, r) as columns (r, count) in the order of the model's matrix."""
     if place.matrix.endswith(".w_qkv") and config.head_order:
         rows = rows.copy()
