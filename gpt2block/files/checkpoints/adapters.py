@@ -125,12 +125,9 @@ def _settings(folder: Path, base: Checkpoint | None) -> dict[str, Any]:
 
 
 def _places(config: ModelConfig) -> dict[str, list[ModuleRows]]:
-    """Return {module, named without prefixes: its ModuleRows} for all modules that may have factors."""
-    naming, found, ends = (
-        naming_of(config),
-        defaultdict[str, list[ModuleRows]](list),
-        Counter[str](),
-    )
+    """Return {module, named without prefixes: its ModuleRows} of all modules of products."""
+    naming, ends = naming_of(config), Counter[str]()
+    found = defaultdict[str, list[ModuleRows]](list)
     shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
     for matrix, (_, N) in shapes.items():
         kind = matrix.rpartition(".")[2]
