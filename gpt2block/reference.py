@@ -1159,7 +1159,7 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False, sigmoid: bool = False) 
     return gated
 
 
-@takes("gate f32 ...; up? f32 ... -> out out_dtype ...")
+@takes("gate f32 M C; up? f32 M C -> out out_dtype M C")
 def activate(gate: Array, up: Array | None, gelu: bool = False, fast: bool = False) -> Array:
     """Return SiLU(gate) or GELU(gate), times `up` unless it is None.
 

@@ -13,7 +13,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operands import written_dtype
+from gpt2block.ops.operands import check_operand, stored_defines, written_dtype
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
@@ -106,14 +106,21 @@ def _gated_columns(c: Call) -> Launch:
 
 @variant("activate", "elementwise/activate.cu", "activate")
 def _activate(c: Call) -> Launch:
-    defines = (*gate_define(c.gelu), *((("ACTIVATE_FAST", 1),) if c.fast else ()))
-    geometry = Geometry("activate", (ceil(c.gate.size / BLOCK),), (BLOCK,), defines=defines)
-    args = (c.gate, c.up, c.output("out"), c.gate.size)
+    width = gcd(4, c.C)
+    c.check_addresses("gate", "up", "out", loaded=width)
+    defines = (*gate_define(c.gelu), ("ACTIVATE_FAST", int(c.fast)), ("ACTIVATE_WIDTH", width))
+    defines += stored_defines("ACTIVATE_OPERAND", c.to_operand)
+    grid = (ceil(c.C / (width * BLOCK)), c.M)
+    geometry = Geometry("activate", grid, (BLOCK,), defines=defines)
+    args = (c.gate, c.up, c.output("out"), c.C)
     return launch_at("elementwise/activate.cu", geometry, args, c.out_dtype)
 
 
 def _prepare_activate(unchecked: UncheckedCall) -> Call:
-    return unchecked.checked(out_dtype=written_dtype(unchecked, "activate"))
+    """Check a call. dtype, to_operand: as in `operand`."""
+    c = unchecked.checked(out_dtype=written_dtype(unchecked, "activate"))
+    check_operand(c.to_operand, c.C)
+    return c
 
 
 @variant("relu squared", "elementwise/relu_squared.cu", "relu_squared")

@@ -10,6 +10,7 @@ from math import ceil, gcd
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.operands import check_operand, stored_defines
 from gpt2block.ops.operation import Operation, UnsupportedCall, variant
 
 FILE = "matmul/low_rank.cu"
@@ -44,7 +45,8 @@ def _launch(c: Call, kernel: str) -> Launch:
     c.check_addresses("x", "a", loaded=gcd(4, c.K))
     span = min(c.R, MAX_SPAN) + min(c.R, MAX_SPAN) % 2
     defines = (("LOW_RANK_WIDTH", gcd(4, c.K)), ("LOW_RANK_SPAN", span))
-    defines += (("LOW_RANK_UP", int(c.up is not None)),)
+    defines += (("LOW_RANK_UP", int(c.up is not None)), ("LOW_RANK_STORED", int(c.stored)))
+    defines += stored_defines("LOW_RANK_TERMS", c.operand)
     grid = (c.S, c.L, ceil(c.M / BLOCK_ROWS))
     args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.up, c.M, c.N, c.K, c.B)
     shared = 4 * (ROWS * (CHUNK + span) + BLOCK_ROWS + 1)
@@ -53,8 +55,14 @@ def _launch(c: Call, kernel: str) -> Launch:
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
-    """Check a call, but not the numbers in spans, row and adapter."""
+    """Check a call, but not the numbers in spans, row and adapter.
+
+    operand: x in float32 has the values of this `Operand`'s terms, in which it is stored if
+    `stored`.
+    """
     c = unchecked.checked(x_storage=storage(unchecked.inputs[1]))
+    c.operand = c.operand and c.operand._replace(summed=False)  # sums follow the terms
+    check_operand(c.operand, c.K)
     columns = c.N if c.up is None else 2 * c.N
     tiles = ceil(columns / COLUMNS)
     if (columns, tiles) != (c.P, c.S):
@@ -65,5 +73,6 @@ def _prepare(unchecked: UncheckedCall) -> Call:
 ADD_LOW_RANK = Operation(
     name="add_low_rank",
     variants=(_float, _narrow, _mixed),
+    options={"operand": None, "stored": False},
     prepare=_prepare,
 )

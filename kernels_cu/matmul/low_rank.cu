@@ -22,6 +22,9 @@
 // h is in shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds
 // this sum to y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
 //
+// With LOW_RANK_TERMS, the values of x are the sums of their 16-bit terms, as the product has read them: x is stored as
+// terms if there are many rows, else as floats, and a row has the same bits in both cases.
+//
 // Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for
 // the previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
 //
@@ -29,12 +32,20 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
+#include "lib/sm80.cuh"
+#include "lib/operands.cuh"
 
 #ifndef LOW_RANK_WIDTH  // floats per vector of a: gcd(4, K)
 #define LOW_RANK_WIDTH 4
 #endif
 #ifndef LOW_RANK_SPAN  // most rows of a span, rounded up to an even number
 #define LOW_RANK_SPAN 16
+#endif
+#ifndef LOW_RANK_TERMS  // the kind of 16-bit terms of x (lib/operands.cuh), or 0
+#define LOW_RANK_TERMS 0
+#endif
+#ifndef LOW_RANK_STORED  // whether x is stored as terms
+#define LOW_RANK_STORED 0
 #endif
 #ifndef LOW_RANK_UP  // whether there is `up`
 #define LOW_RANK_UP 0
@@ -57,6 +68,26 @@ __device__ __forceinline__ void prefetch(const float* address) {
 #if defined(__CUDA_ARCH__)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
 #endif
+}
+
+// Loads the values k and k + 1 of row m, each as the sum of its terms. k is even.
+template <typename X>
+__device__ __forceinline__ void load_terms(const X* x, int m, int k, int M, int K, float* to) {
+    unsigned high, low = 0;
+    if constexpr (LOW_RANK_STORED) {
+        const unsigned* const words = reinterpret_cast<const unsigned*>(x);
+        const long long place = operand_place(m, k, M, K);
+        high = __ldcg(words + place);
+        if (has_low()) low = __ldcg(words + low_place(place));
+    } else {
+        float v[2];
+        load_fresh<X, 2>(x + (long long)m * K + k).unpack(v);
+        split_pair<LOW_RANK_TERMS>(v[0], v[1], 1.0f, high, low);
+    }
+    float first[2], second[2];
+    if (LOW_RANK_TERMS == BF16_TERMS) unpack2_bf16(high, first), unpack2_bf16(low, second);
+    else unpack2_fp16(high, first), unpack2_fp16(low, second);
+    to[0] = first[0] + second[0], to[1] = first[1] + second[1];
 }
 
 // Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
@@ -109,10 +140,15 @@ __device__ __forceinline__ void add_terms(
         for (int at = 0; at < K; at += CHUNK) {
             const int channels = min(CHUNK, K - at);
             __syncthreads();  // all warps have read x, and the h, of before
+            constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH;
 #pragma unroll 4
-            for (int i = threadIdx.x * LOW_RANK_WIDTH; i < n * CHUNK; i += THREADS * LOW_RANK_WIDTH) {
+            for (int i = threadIdx.x * COPIED; i < n * CHUNK; i += THREADS * COPIED) {
                 const int r = i / CHUNK, k = i % CHUNK;
                 if (k >= channels) continue;
+                if constexpr (LOW_RANK_TERMS) {
+                    load_terms(x, rows[r], at + k, M, K, &shared.x[r][k]);
+                    continue;
+                }
                 float v[LOW_RANK_WIDTH];
                 load_fresh<X, LOW_RANK_WIDTH>(x + (long long)rows[r] * K + at + k).unpack(v);
                 Vector::store(&shared.x[r][k], v);

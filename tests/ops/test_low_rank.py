@@ -11,6 +11,7 @@ from gpt2block import InputError, reference
 from gpt2block.checks import FLOATS
 from gpt2block.ops import registry
 from gpt2block.ops.low_rank import COLUMNS
+from gpt2block.ops.operands import Operand
 from tests.ops.test_every_operation import on_devices
 from tests.plain import normal
 
@@ -82,6 +83,28 @@ def test_further_columns(device: Any) -> None:
         of_y[:] = [each.get() for each in (first, *up)]
     assert np.array_equal(np.hstack(parts[1]), parts[0][0])
     assert not np.array_equal(parts[0][0], y)
+
+
+@on_devices
+@pytest.mark.parametrize("operand", [
+    Operand("bfloat16"), Operand("bfloat16", 16), Operand("float16", 8, rounded=True),
+    Operand("float16", 2, rounded=True),
+])  # fmt: skip
+def test_terms_of_x(operand: Operand, device: Any) -> None:
+    """A row has the same bits if x is stored as terms, and if it is stored as floats."""
+    a, b, spans = factors(192, 130)
+    x, y = normal(3, 70, 192), normal(4, 70, 130)
+    row, adapter = np.arange(70, dtype="i4") % 5 - 1, np.arange(4, dtype="i4")
+    fixed = [device.asarray(each) for each in (a, b, spans, row, adapter)]
+    floats, found = device.asarray(x), []
+    terms = registry.bind("operand", (floats,), to_operand=operand).run()
+    for own, options in ((terms, {"stored": True}), (floats, {})):
+        added = device.asarray(y)
+        registry.bind("add_low_rank", (added, own, *fixed), operand=operand, **options).run()
+        found.append(added.get())
+    assert np.array_equal(*found)
+    exact = reference.add_low_rank(y.copy(), x, a, b, spans, row, adapter)
+    assert np.abs(found[0] - exact).max() < 3e-3 * np.abs(exact).max()
 
 
 def test_wrong_tiles() -> None:

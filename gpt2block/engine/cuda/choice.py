@@ -23,6 +23,8 @@ from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
 
+MANY_ROWS = 512  # rows of which all products that can read operands do
+
 
 class DecodingChoice:
     """Choose the kernels of a decoding step by its number of rows (tokens).
@@ -157,9 +159,10 @@ class DecodingChoice:
         summed = {name for name in operands or () if self._reads_sums(name)}
         if any(begin % CHUNK for w in self._of_blocks("w_gate") for begin in w.begins):
             summed.discard("w_down")  # different warps compute the types of a chunk
-        known = operands or {}
+        known, many = operands or {}, self.operands(MANY_ROWS) if adapted else {}
+        terms = {name: each[0] for name, each in many.items() if each[0].dtype != HI_LO}
         return plan._replace(
-            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed
+            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed, terms=terms
         )
 
     @cached_property

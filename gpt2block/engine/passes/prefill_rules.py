@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gpt2block.cuda.formats import cache_option
-from gpt2block.engine.passes.decoding_rules import OVERWRITTEN, DecodingPlan, decoding_steps
+from gpt2block.engine.passes.decoding_rules import (
+    LOW_RANK,
+    OVERWRITTEN,
+    DecodingPlan,
+    decoding_steps,
+)
 from gpt2block.engine.passes.executor import HI_LO, Step, hi_lo_of
 from gpt2block.engine.passes.forward import EVERY
 from gpt2block.engine.passes.rewriting import (
@@ -31,7 +36,6 @@ from gpt2block.engine.passes.rewriting import (
 
 Products = Literal["float32", "16_bits", "fp8", "hi_lo"]
 PRODUCTS = "matmul_bias", "linear", "gemm"
-LOW_RANK = "add_low_rank"  # changes the result of a product in place, in any format
 # Steps that read 16 bits, besides products; all others read floats.
 READ_16_BITS = (
     *ROPE, "qk_norm", "qk_norm_rope", "attention_packed", "attention_queries", "attention_varlen",
