@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.options import Options
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.adapters import Adapter
-from tests.adapters import USUAL, merge, save_adapter, save_base
-from tests.devices import one_order
-from tests.engine.test_architectures_cuda import GPT2, OWN, SIZES
+from tests.adapters import ALL, USUAL, merge, save_adapter, save_base
+from tests.devices import GPU, running_on, slow
+from tests.engine.test_architectures_cuda import FORMATS, GPT2, OWN, SIZES
 from tests.serving import get, model_of, post, serving
 
 NAMES = [
@@ -52,13 +54,17 @@ def test_an_adapter_computes_as_merged_weights(name: str, tmp_path: Path) -> Non
     assert np.abs(found[0] - found[3]).max() > 0.1
 
 
-def texts(model: Model[Any], adapters: list[str | None], together: bool) -> list[Any]:
-    """Return tokens and log-probabilities of a text for each adapter, and of some more texts."""
-    prompts = [np.arange(3 + n, 12 + n + n % 5) for n in range(len(adapters))]
-    found = []
-    for own in [range(len(prompts))] if together else [[n] for n in range(len(prompts))]:
-        run = Run(model.engine, None, [prompts[n] for n in own],
-                  Options.of({"max_new_tokens": 5, "temperature": 0.0}))  # fmt: skip
+def prompts(count: int) -> list[np.ndarray]:
+    return [np.arange(3 + n, 12 + n + n % 5) for n in range(count)]
+
+
+def texts(model: Model[Any], adapters: Sequence[str | None], together: bool) -> list[Any]:
+    """Return tokens and log-probabilities of a text for each adapter."""
+    options = Options.of({"max_new_tokens": 5, "temperature": 0.0})
+    indices, found = range(len(adapters)), list[Any]()
+    for own in [indices] if together else [[n] for n in indices]:
+        starts = prompts(len(adapters))
+        run = Run(model.engine, None, [starts[n] for n in own], options)
         for n, sequence in zip(own, run.sequences, strict=True):
             sequence.adapter = model.engine.adapters.named(adapters[n])
         run.finish()
@@ -66,25 +72,41 @@ def texts(model: Model[Any], adapters: list[str | None], together: bool) -> list
     return found
 
 
-CUDA_CASES = [("gpt2", "bfloat16"), ("llama", "bfloat16"), ("qwen3", "float16")]
+ATTENTION = "(q|k|v|o)_proj"
+ON_CPU = [
+    ("shuffled", ("gpt2", "bfloat16", ALL)), ("hopper", ("qwen3", "float16", ATTENTION)),
+    *(slow("forward", (name, dtype, ALL)) for name, dtype in (
+        ("llama", "float32"), ("qwen3", "bfloat16"), ("gpt2", "float8_e4m3fn"), ("gpt2", "float32"),
+    )),
+]  # fmt: skip
+ON_GPU = [
+    pytest.param("gpu", case, marks=GPU.marks)
+    for case in product(("gpt2", "llama", "qwen3", "phi3", "lfm2"), FORMATS, (ALL, ATTENTION))
+]
 
 
-@pytest.mark.parametrize(("name", "dtype"), CUDA_CASES)
-@one_order
+@pytest.mark.parametrize(("where", "case"), ON_CPU + ON_GPU)
 def test_a_text_has_the_bits_that_it_has_alone(
-    name: str, dtype: str, device: Any, tmp_path: Path
+    where: str, case: tuple[str, str, str], tmp_path: Path
 ) -> None:
+    """Steps of one, few, and on a GPU many rows have other kernels, but the same bits."""
+    name, dtype, modules = case
     base = save_base(tmp_path / "base", config_of(name))
-    folders = {"a": save_adapter(tmp_path / "a", base)}
-    folders["b"] = save_adapter(tmp_path / "b", base, 2, 17, "q_proj|v_proj|down_proj|c_attn")
-    model = from_pretrained(base, "cuda", dtype, adapters=folders)
-    plain = from_pretrained(base, "cuda", dtype)
-    adapters = ["a", None, "b", None, "a"]
-    together = texts(model, adapters, True)
-    assert together == texts(model, adapters, False)
-    without = texts(plain, [None] * 5, True)
+    folders = {"a": save_adapter(tmp_path / "a", base, modules=f"{modules}|c_(attn|proj)")}
+    folders["b"] = save_adapter(tmp_path / "b", base, 2, 17, f"{USUAL}|in_proj")
+    given: Any = {"dtype": dtype, "kv_dtype": FORMATS[dtype]}
+    adapters = ["a", None, "b", None, "a"] * (4 if where == "gpu" else 1)
+    with running_on(where):
+        model = from_pretrained(base, "cuda", **given, adapters=folders)
+        together = texts(model, adapters, True)
+        assert together == texts(model, adapters, False)
+        without = texts(from_pretrained(base, "cuda", **given), [None] * len(adapters), True)
     same = [own == other for own, other in zip(together, without, strict=True)]
     assert same == [name is None for name in adapters]
+    exact = from_pretrained(base, "cpu", **given, adapters=folders)
+    for prompt, which, (tokens, logprobs) in zip(prompts(3), adapters, together, strict=False):
+        found = exact.score_generated(prompt, tokens, adapter=which)
+        assert np.abs(found.logprobs - logprobs).max() < (1e-4 if dtype == "float32" else 0.05)
 
 
 @pytest.fixture(scope="module")
