@@ -11,9 +11,9 @@ import numpy as np
 
 from gpt2block.checks import nearest
 from gpt2block.errors import Argument, InputError, shown
-from gpt2block.files.checkpoints.adapters import Adapter, Factors
+from gpt2block.files.checkpoints.adapters import Adapter, Factors, adaptable_shapes
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
-from gpt2block.models.config import GPT2Config, ModelConfig, product_shapes
+from gpt2block.models.config import GPT2Config, ModelConfig
 from gpt2block.ops.low_rank import COLUMNS
 
 A, B, SPANS = ".lora_a", ".lora_b", ".lora_spans"  # end the names of tensors, after a matrix's name
@@ -48,7 +48,7 @@ class Adapters:
         self.tensors: dict[str, np.ndarray] = {}
         if adapters and not config.frequencies_of_layers:
             self.tensors["no_rotation"] = np.zeros(config.head_size // 2)
-        shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
+        shapes = adaptable_shapes(config)
         joined = [_joined(each.factors, shapes) for each in adapters.values()]
         for matrix in dict.fromkeys(name for each in joined for name in each):
             K, N = shapes[matrix.removesuffix(UP)]
@@ -88,7 +88,7 @@ class Adapters:
         if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
             raise InputError(f"adapters_memory: expected GB above 0, got {shown(memory)}")
         read, nbytes = dict[str, Adapter](), 0
-        shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
+        shapes = adaptable_shapes(config)
         for name, folder in folders.items():
             if not isinstance(name, str) or not name:
                 raise InputError(f"adapters: expected names of adapters, got {shown(name)}")

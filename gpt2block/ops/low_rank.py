@@ -11,46 +11,35 @@ from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operands import check_operand, stored_defines
-from gpt2block.ops.operation import Operation, UnsupportedCall, variant
+from gpt2block.ops.operation import Operation, variant
 
 FILE = "matmul/low_rank.cu"
 # Constants of the kernel, which calls COLUMNS TILE
 COLUMNS, THREADS, BLOCK_ROWS, ROWS, CHUNK = 128, 256, 64, 8, 1024
+KERNELS = {  # by whether x and y are float32
+    (True, True): "add_low_rank",
+    (False, False): "add_low_rank_narrow",
+    (False, True): "add_low_rank_mixed",
+}
 MAX_SPAN = 768  # most rows of a span: ranks of up to 256 of Q, K and V
 
 
-@variant("float", FILE, "add_low_rank")
-def _float(c: Call) -> Launch:
-    if (c.storage, c.x_storage) != ("float32", "float32"):
-        raise UnsupportedCall("expected x and y in float32")
-    return _launch(c, "add_low_rank")
-
-
-@variant("narrow", FILE, "add_low_rank_narrow", dtypes=("float16", "bfloat16"))
-def _narrow(c: Call) -> Launch:
-    if "float32" in (c.storage, c.x_storage) or c.storage != c.x_storage:
-        raise UnsupportedCall("expected x and y in one dtype of 16 bits")
-    return _launch(c, "add_low_rank_narrow")
-
-
-@variant("mixed", FILE, "add_low_rank_mixed", dtypes=("float16", "bfloat16"))
-def _mixed(c: Call) -> Launch:
-    if c.storage != "float32" or c.x_storage == "float32":
-        raise UnsupportedCall("expected x in 16 bits, and y in float32")
-    return _launch(c, "add_low_rank_mixed")
-
-
-def _launch(c: Call, kernel: str) -> Launch:
-    """Return a launch. row and adapter are not read back to the host."""
+@variant("terms", FILE, *KERNELS.values(), dtypes=("float32", "float16", "bfloat16"))
+def _terms(c: Call) -> Launch:
+    """Launch one of KERNELS. row and adapter are not read back to the host."""
     c.check_addresses("x", "a", loaded=gcd(4, c.K))
     span = min(c.R, MAX_SPAN) + min(c.R, MAX_SPAN) % 2
-    defines = (("LOW_RANK_WIDTH", gcd(4, c.K)), ("LOW_RANK_SPAN", span))
-    defines += (("LOW_RANK_UP", int(c.up is not None)), ("LOW_RANK_STORED", int(c.stored)))
-    defines += stored_defines("LOW_RANK_TERMS", c.operand)
+    defines = (
+        ("LOW_RANK_WIDTH", gcd(4, c.K)),
+        ("LOW_RANK_SPAN", span),
+        ("LOW_RANK_UP", int(c.up is not None)),
+        ("LOW_RANK_STORED", int(c.stored)),
+        *stored_defines("LOW_RANK_TERMS", c.operand),
+    )
     grid = (c.S, c.L, ceil(c.M / BLOCK_ROWS))
     args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.up, c.M, c.N, c.K, c.B)
     shared = 4 * (ROWS * (CHUNK + span) + BLOCK_ROWS + 1)
-    geometry = Geometry(kernel, grid, (THREADS,), 16 * ceil(shared / 16), defines)
+    geometry = Geometry(c.kernel, grid, (THREADS,), 16 * ceil(shared / 16), defines)
     return launch_at(FILE, geometry, args, c.x_storage)
 
 
@@ -67,12 +56,16 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     tiles = ceil(columns / COLUMNS)
     if (columns, tiles) != (c.P, c.S):
         raise InputError(f"b: expected {columns} columns in {tiles} tiles, got {c.P} in {c.S}")
+    narrow = c.x_storage if c.storage != "float32" else "float32"
+    c.kernel = KERNELS.get((c.x_storage == "float32", c.storage == "float32"))
+    if c.kernel is None or c.storage != narrow:
+        raise InputError(f"y: expected float32, or the dtype of x, {c.x_storage}, got {c.storage}")
     return c
 
 
 ADD_LOW_RANK = Operation(
     name="add_low_rank",
-    variants=(_float, _narrow, _mixed),
+    variants=(_terms,),
     options={"operand": None, "stored": False},
     prepare=_prepare,
 )

@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_terms(
     }
 }
 
-// Launched by operation (variant): add_low_rank (float)
+// Launched by operation (variant): add_low_rank (terms)
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank(
     const float* x,               // (M, K)
     const float* __restrict__ a,  // (R, K)
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank(
     add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
 }
 
-// Launched by operation (variant): add_low_rank (narrow)
+// Launched by operation (variant): add_low_rank (terms)
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_narrow(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_narrow(
     add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
 }
 
-// Launched by operation (variant): add_low_rank (mixed)
+// Launched by operation (variant): add_low_rank (terms)
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_mixed(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)

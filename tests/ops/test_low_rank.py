@@ -113,3 +113,6 @@ def test_wrong_tiles() -> None:
     numbers = np.zeros(2, "i4"), np.zeros(1, "i4")
     with pytest.raises(InputError, match="b: expected 200 columns in 2 tiles, got 200 in 1"):
         registry.bind("add_low_rank", (*arrays, *numbers))
+    given = normal(0, 2, 200).astype(np.float16), arrays[1], a, b, spans, *numbers
+    with pytest.raises(InputError, match="y: expected float32, or the dtype of x, float32, "):
+        registry.bind("add_low_rank", given)

@@ -88,7 +88,8 @@ class Adapter:
             settings, weights = _settings(folder, base), folder / WEIGHTS
             if not is_file(weights):
                 raise CheckpointError(f"expected {WEIGHTS} in this folder")
-            modules, places = _modules(read_header(weights), config), _places(config)
+            places = _places(config)
+            modules = _modules(read_header(weights), config, places)
             factors = defaultdict[str, list[Factors]](list)
             for module, (a, b) in modules.items():
                 first, scale = _read(a), _scale(settings, module, a.shape[0])
@@ -124,12 +125,16 @@ def _settings(folder: Path, base: Checkpoint | None) -> dict[str, Any]:
     return settings
 
 
+def adaptable_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return {name: (K, N)} of the matrices of all products."""
+    return {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
+
+
 def _places(config: ModelConfig) -> dict[str, list[ModuleRows]]:
     """Return {module, named without prefixes: its ModuleRows} of all modules of products."""
     naming, ends = naming_of(config), Counter[str]()
     found = defaultdict[str, list[ModuleRows]](list)
-    shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
-    for matrix, (_, N) in shapes.items():
+    for matrix, (_, N) in adaptable_shapes(config).items():
         kind = matrix.rpartition(".")[2]
         if matrix.startswith(DRAFTING) or config.file_spans(kind):
             continue
@@ -143,13 +148,14 @@ def _places(config: ModelConfig) -> dict[str, list[ModuleRows]]:
     return dict(found)
 
 
-def _modules(tensors: list[Stored], config: ModelConfig) -> dict[str, tuple[Stored, Stored]]:
+def _modules(
+    tensors: list[Stored], config: ModelConfig, places: Mapping[str, list[ModuleRows]]
+) -> dict[str, tuple[Stored, Stored]]:
     """Return {module: its A (r, K) and B (N, r)}.
 
     Raises CheckpointError for other modules, missing factors, and wrong shapes and ranks.
     """
-    naming, places = naming_of(config), _places(config)
-    shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
+    naming, shapes = naming_of(config), adaptable_shapes(config)
     pairs, unknown = defaultdict[str, dict[str, Stored]](dict), []
     for tensor in tensors:
         factor = _FACTOR.fullmatch(tensor.label)
