@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2block.checks import nearest
+from gpt2block.checks import check_number, nearest
 from gpt2block.errors import Argument, InputError, shown
 from gpt2block.files.checkpoints.adapters import Adapter, Factors, adaptable_shapes
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
@@ -51,8 +51,7 @@ class Adapters:
         shapes = adaptable_shapes(config)
         joined = [_joined(each.factors, shapes) for each in adapters.values()]
         for matrix in dict.fromkeys(name for each in joined for name in each):
-            K, N = shapes[matrix.removesuffix(UP)]
-            N *= 1 + matrix.endswith(UP)
+            K, N = _shape(matrix, shapes)
             terms = [each.get(matrix, ()) for each in joined]
             R = sum(len(a) for of_adapter in terms for a, _, _ in of_adapter)
             a_rows, b_rows = np.empty((R, K), np.float32), np.zeros((R, N), np.float32)
@@ -85,16 +84,15 @@ class Adapters:
         Raises CheckpointError as `Adapter.read`, and InputError if there are more adapters than the
         memory holds.
         """
-        if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
-            raise InputError(f"adapters_memory: expected GB above 0, got {shown(memory)}")
+        memory = check_number("adapters_memory", memory, 1e-9, 1e9, "a positive number of GB")
         read, nbytes = dict[str, Adapter](), 0
         shapes = adaptable_shapes(config)
         for name, folder in folders.items():
             if not isinstance(name, str) or not name:
                 raise InputError(f"adapters: expected names of adapters, got {shown(name)}")
             read[name] = Adapter.read(folder, config, base)
-            for matrix, terms in read[name].factors.items():
-                nbytes += 4 * sum(len(a) for a, _, _ in terms) * sum(shapes[matrix])
+            for matrix, terms in _joined(read[name].factors, shapes).items():
+                nbytes += 4 * sum(len(a) for a, _, _ in terms) * sum(_shape(matrix, shapes))
             if nbytes > 1e9 * memory:
                 raise InputError(
                     f"adapters: the first {len(read)} of {len(folders)} take {nbytes / 1e9:.2f} "
@@ -147,6 +145,12 @@ def _joined(
         moved = tuple(each._replace(column=first + each.column) for each in own)
         found[matrix] = found.get(matrix, ()) + moved
     return found
+
+
+def _shape(matrix: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return K and N of a matrix with factors, whose name `_joined` has returned."""
+    K, N = shapes[matrix.removesuffix(UP)]
+    return K, 2 * N if matrix.endswith(UP) else N
 
 
 class SlotAdapters:

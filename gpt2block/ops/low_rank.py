@@ -16,7 +16,7 @@ from gpt2block.ops.operation import Operation, variant
 FILE = "matmul/low_rank.cu"
 # Constants of the kernel, which calls COLUMNS TILE
 COLUMNS, THREADS, BLOCK_ROWS, ROWS, CHUNK = 128, 256, 64, 8, 1024
-KERNELS = {  # by whether x and y are float32
+KERNELS = {  # names by whether x and y are float32
     (True, True): "add_low_rank",
     (False, False): "add_low_rank_narrow",
     (False, True): "add_low_rank_mixed",

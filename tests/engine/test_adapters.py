@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -19,6 +20,7 @@ from gpt2block.engine.generation.options import Options
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.adapters import Adapter
 from tests.adapters import ALL, USUAL, merge, save_adapter, save_base
+from tests.command_line import gpt2block
 from tests.devices import GPU, running_on, slow
 from tests.engine.test_architectures_cuda import FORMATS, GPT2, OWN, SIZES
 from tests.serving import get, model_of, post, serving
@@ -243,3 +245,22 @@ def test_a_request_selects_an_adapter(folders: dict[str, Path]) -> None:
         assert list(own.tokens) == tokens
     assert listed == ["small", "a", "b"]
     assert [status for status, _ in problems] == [404, 400]
+
+
+def test_commands(folders: dict[str, Path], tmp_path: Path) -> None:
+    base, a, b = folders.values()
+    model, receipts = ("--model", base, "--device", "cpu"), tmp_path / "receipts.jsonl"
+    given = ("1 2 3", "--ids", *model, "--max-new-tokens", 4, "--temperature", 0)
+    found = gpt2block("generate", *given, "--adapter", a, "--receipt", receipts, "--json")
+    expected = from_pretrained(base, "cpu", adapters={"x": a}).generate(
+        [1, 2, 3], max_new_tokens=4, temperature=0.0, adapter="x"
+    )
+    assert tuple(json.loads(found.out)["samples"][0]["tokens"]) == expected.tokens
+    adapters = ("--adapter", f"x={b}", "--adapter", f"y={a}")
+    assert gpt2block("verify", receipts, *model, *adapters).code == 0
+    assert gpt2block("verify", receipts, *model, *adapters[:2]).code == 2
+    assert gpt2block("generate", *given, *adapters).error.startswith("--adapter: expected one ada")
+    twice = gpt2block("verify", receipts, *model, "--adapter", f"x={a}", "--adapter", f"x={b}")
+    assert twice.error.startswith("--adapter: expected NAME=FOLDER with a name of its own")
+    few = gpt2block("generate", *given, "--adapter", a, "--adapters-memory", 1e-5).error
+    assert few.endswith("use fewer, or raise --adapters-memory")

@@ -101,6 +101,9 @@ class AdapterOptions:
     )
     adapters_memory: float = option("GB that adapters may take.", MEMORY)
 
+    def __post_init__(self) -> None:
+        self.folders  # noqa: B018  (checks the option)
+
     @property
     def folders(self) -> dict[str, str]:
         """The folders of the adapters by name. Raises InputError for a name that comes twice."""

@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,10 @@ class Adapter:
                     factors[place.matrix].append(
                         Factors(first, _in_order(rows, place, config), place.column)
                     )
-        found = {matrix: tuple(each) for matrix, each in sorted(factors.items())}
+        found = {
+            matrix: tuple(sorted(each, key=attrgetter("column")))
+            for matrix, each in sorted(factors.items())
+        }
         return cls(found, _digest(found))
 
 
