@@ -15,7 +15,7 @@ from gpt2block.ops.operation import Operation, variant
 
 FILE = "matmul/low_rank.cu"
 # Constants of the kernel, which calls COLUMNS TILE
-COLUMNS, THREADS, BLOCK_ROWS, ROWS, CHUNK = 128, 256, 64, 8, 1024
+COLUMNS, THREADS, BLOCK_ROWS, ROWS, RANKS, CHUNK = 256, 256, 64, 8, 4, 1024
 KERNELS = {  # names by whether x and y are float32
     (True, True): "add_low_rank",
     (False, False): "add_low_rank_narrow",
@@ -28,7 +28,7 @@ MAX_SPAN = 768  # most rows of a span: ranks of up to 256 of Q, K and V
 def _terms(c: Call) -> Launch:
     """Launch one of KERNELS. row and adapter are not read back to the host."""
     c.check_addresses("x", "a", loaded=gcd(4, c.K))
-    span = min(c.R, MAX_SPAN) + min(c.R, MAX_SPAN) % 2
+    span = RANKS * ceil(min(c.R, MAX_SPAN) / RANKS)
     defines = (
         ("LOW_RANK_WIDTH", gcd(4, c.K)),
         ("LOW_RANK_SPAN", span),

@@ -17,7 +17,7 @@
 //   block of a      |     |     first ROWS rows of a |    the next ROWS rows of a
 //
 // A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x
-// is copied to shared memory in chunks. A warp multiplies a chunk by two rows of a: each lane adds products of every
+// is copied to shared memory in chunks. A warp multiplies a chunk by RANKS rows of a: each lane adds products of every
 // 32nd vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result
 // h is in shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds
 // this sum to y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
@@ -38,7 +38,7 @@
 #ifndef LOW_RANK_WIDTH  // floats per vector of a: gcd(4, K)
 #define LOW_RANK_WIDTH 4
 #endif
-#ifndef LOW_RANK_SPAN  // most rows of a span, rounded up to an even number
+#ifndef LOW_RANK_SPAN  // most rows of a span, rounded up to a multiple of RANKS
 #define LOW_RANK_SPAN 16
 #endif
 #ifndef LOW_RANK_TERMS  // the kind of 16-bit terms of x (lib/operands.cuh), or 0
@@ -52,11 +52,11 @@
 #endif
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int TILE = 128, SHARES = THREADS / TILE;  // threads per column, which divide the rows of a group
-constexpr int BLOCK_ROWS = 64, ROWS = 8;            // rows of a block, and of a group
-constexpr int EACH = ROWS / SHARES;                 // rows of a thread's column
-constexpr int CHUNK = 1024;                         // channels of x in shared memory
-constexpr int LINE = 32;                            // floats per line of the cache
+constexpr int TILE = THREADS;             // columns of a block, one per thread
+constexpr int BLOCK_ROWS = 64, ROWS = 8;  // rows of a block, and of a group
+constexpr int RANKS = 4;                  // rows of a that a warp multiplies together
+constexpr int CHUNK = 1024;               // channels of x in shared memory
+constexpr int LINE = 32;                  // floats per line of the cache
 typedef Vec<float, LOW_RANK_WIDTH> Vector;
 
 struct Shared {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void add_terms(
     const int* span = spans + 2 * (own * gridDim.x + blockIdx.x);
     const int first = __ldg(span), count = __ldg(span + 1) - first;
     const int begin = blockIdx.z * BLOCK_ROWS, end = min(M, begin + BLOCK_ROWS);
-    const int column = blockIdx.x * TILE + threadIdx.x % TILE, share = threadIdx.x / TILE;
+    const int column = blockIdx.x * TILE + threadIdx.x;
     a += (long long)first * K;
     b += (long long)first * columns;
 
@@ -154,29 +154,29 @@ __device__ __forceinline__ void add_terms(
                 Vector::store(&shared.x[r][k], v);
             }
             __syncthreads();
-            for (int j = 2 * warp; j < count; j += 2 * WARPS) {
-                float sums[2][ROWS] = {};
-                const float* const lower = a + (long long)j * K + at;
-                const float* const upper = j + 1 < count ? lower + K : lower;
+            for (int j = RANKS * warp; j < count; j += RANKS * WARPS) {
+                float sums[RANKS][ROWS] = {};
 #pragma unroll 2
                 for (int k = lane * LOW_RANK_WIDTH; k < channels; k += 32 * LOW_RANK_WIDTH) {
-                    float v[2][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
-                    Vector::load(lower + k).unpack(v[0]);
-                    Vector::load(upper + k).unpack(v[1]);
+                    float v[RANKS][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
+#pragma unroll
+                    for (int p = 0; p < RANKS; ++p) {  // rows after the span repeat its last one
+                        Vector::load(a + (long long)min(j + p, count - 1) * K + at + k).unpack(v[p]);
+                    }
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         if (r >= n) break;
                         Vector{*reinterpret_cast<const Vector::Raw*>(&shared.x[r][k])}.unpack(own_x);
 #pragma unroll
-                        for (int e = 0; e < 2 * LOW_RANK_WIDTH; ++e) {
+                        for (int e = 0; e < RANKS * LOW_RANK_WIDTH; ++e) {
                             const int p = e / LOW_RANK_WIDTH, c = e % LOW_RANK_WIDTH;
                             sums[p][r] = fmaf(own_x[c], v[p][c], sums[p][r]);
                         }
                     }
                 }
 #pragma unroll
-                for (int e = 0; e < 2 * ROWS; ++e) {
-                    const int p = e % 2, r = e / 2;
+                for (int e = 0; e < RANKS * ROWS; ++e) {
+                    const int p = e % RANKS, r = e / RANKS;
                     if (r >= n) break;
                     const float sum = lanes_sum<32>(sums[p][r]);
                     if (lane == 0) shared.h[j + p][r] = at ? shared.h[j + p][r] + sum : sum;
@@ -186,22 +186,22 @@ __device__ __forceinline__ void add_terms(
         __syncthreads();
         if (column >= columns) continue;
         Y* const out = LOW_RANK_UP && column >= N ? up + column - N : y + column;
-        float sums[EACH] = {}, old[EACH] = {};
+        float sums[ROWS] = {}, old[ROWS] = {};
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            if (share + i * SHARES < n) old[i] = widen(out[(long long)rows[share + i * SHARES] * N]);
+        for (int r = 0; r < ROWS; ++r) {
+            if (r < n) old[r] = widen(out[(long long)rows[r] * N]);
         }
 #pragma unroll 8
         for (int j = 0; j < count; ++j) {
             const float v = __ldg(b + (long long)j * columns + column);
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                if (share + i * SHARES < n) sums[i] = fmaf(shared.h[j][share + i * SHARES], v, sums[i]);
+            for (int r = 0; r < ROWS; ++r) {
+                if (r < n) sums[r] = fmaf(shared.h[j][r], v, sums[r]);
             }
         }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            if (share + i * SHARES < n) narrow_to(out[(long long)rows[share + i * SHARES] * N], old[i] + sums[i]);
+        for (int r = 0; r < ROWS; ++r) {
+            if (r < n) narrow_to(out[(long long)rows[r] * N], old[r] + sums[r]);
         }
     }
 }

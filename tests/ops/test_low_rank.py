@@ -108,11 +108,11 @@ def test_terms_of_x(operand: Operand, device: Any) -> None:
 
 
 def test_wrong_tiles() -> None:
-    a, b, spans = factors(8, 200)
-    arrays = normal(0, 2, 200), normal(0, 2, 8), a, b, spans[:, :1].copy()
+    a, b, spans = factors(8, 300)
+    arrays = normal(0, 2, 300), normal(0, 2, 8), a, b, spans[:, :1].copy()
     numbers = np.zeros(2, "i4"), np.zeros(1, "i4")
-    with pytest.raises(InputError, match="b: expected 200 columns in 2 tiles, got 200 in 1"):
+    with pytest.raises(InputError, match="b: expected 300 columns in 2 tiles, got 300 in 1"):
         registry.bind("add_low_rank", (*arrays, *numbers))
-    given = normal(0, 2, 200).astype(np.float16), arrays[1], a, b, spans, *numbers
+    given = normal(0, 2, 300).astype(np.float16), arrays[1], a, b, spans, *numbers
     with pytest.raises(InputError, match="y: expected float32, or the dtype of x, float32, "):
         registry.bind("add_low_rank", given)
