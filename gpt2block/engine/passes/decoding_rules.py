@@ -254,7 +254,8 @@ def _store(
 @rule("silu_mul")
 def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """two products of the same rows, then silu_mul -> linear with two matrices"""
-    if any(name in steps and steps[name].op == LOW_RANK for name in step.inputs):
+    inputs = [steps[name].op for name in step.inputs if name in steps]
+    if LOW_RANK in inputs and not step.attrs.get("sigmoid"):
         _activate(steps, step, step.inputs, step.attrs, plan)
         return ADAPTED
     pair = [steps[name] for name in step.inputs if name in steps and steps[name].op == "linear"]
