@@ -143,24 +143,22 @@ class DecodingChoice:
         adapted = {name for name in names if name.endswith(".lora_a")}
         many = self.operands(MANY_ROWS) if adapted else {}
         terms = {name: each[0] for name, each in many.items() if each[0].dtype != HI_LO}
-        alone = operands is not None and together == 1 and not self.divided
-        of_head = shapes.get("gamma_q", (head_size,)) == (head_size,)
-        attention = self.settings.qk_norm and of_head and fuses_norms(head_size)
-        attention = attention and alone and not self.settings.values
         of_ffn = any(name.endswith(("w_gate_up.lora_a", "w_down.lora_a")) for name in adapted)
         if operands == {} and not self.divided and not of_ffn:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:
-                fuses = ALL_FUSED._replace(attention=bool(adapted) and attention)
-                return plan._replace(fuses=fuses, splits=splits, terms=terms)
+                return plan._replace(fuses=ALL_FUSED, splits=splits, terms=terms)
         norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not operands
         fuses = self._fusions(rows) if operands is not None else Fusions()
         if in_blocks:
             fuses = Fusions(norms=True, rope=True, gate=True)
-        fuses = fuses._replace(attention=attention)
+        if operands is not None and together == 1 and not self.divided and not self.settings.values:
+            of_head = shapes.get("gamma_q", (head_size,)) == (head_size,)
+            attention = self.settings.qk_norm and of_head and fuses_norms(head_size)
+            fuses = fuses._replace(attention=attention)
         summed = {name for name in operands or () if self._reads_sums(name)}
         if any(begin % CHUNK for w in self._of_blocks("w_gate") for begin in w.begins):
             summed.discard("w_down")  # different warps compute the types of a chunk
