@@ -15,6 +15,7 @@ from gpt2block.cuda import begin
 from gpt2block.cuda.devices import reads_blocks, resolve_devices
 from gpt2block.cuda.formats import FILE, REMOVED, FormatOptions, Formats
 from gpt2block.engine import inputs
+from gpt2block.engine.adapters import MEMORY, Adapters
 from gpt2block.engine.chat.conversation import Conversation
 from gpt2block.engine.chat.messages import Message
 from gpt2block.engine.chat.template import ChatTemplate
@@ -105,6 +106,8 @@ class Model(Hinted, Generic[Weights]):
         allow_nonfinite: bool = False,
         revision: str | None = None,
         kv_dtype: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        adapters_memory: float = MEMORY,
     ) -> Loaded:
         """Load a checkpoint as the class of its architecture: GPT2, Llama, or Model for others.
 
@@ -116,10 +119,13 @@ class Model(Hinted, Generic[Weights]):
         "file" for matrices of 4 to 8 bits as they are in the file; None selects "file" if the file
         has such matrices and a GPU of compute capability 7.5 or newer reads them, else "float32".
         device, allow_nonfinite, kv_dtype: as in GPT2. revision: branch, tag or commit of a hub id.
-        Raises CheckpointError, and InputError for weights that are not finite.
+        adapters: {name: folder} of adapters (LoRA) in the format of the package peft, one of which
+        `generate` can use; adapters_memory: the GB that they may take. Raises CheckpointError, and
+        InputError for weights that are not finite and for adapters that take more memory.
         """
         given = FormatOptions(dtype, kv_dtype, allow_nonfinite)
-        return load(cls, name, device, given, progress, revision)
+        more = adapters or {}, adapters_memory
+        return load(cls, name, device, given, progress, revision, *more)
 
     @classmethod
     def from_tensors(
@@ -195,6 +201,11 @@ class Model(Hinted, Generic[Weights]):
         return self._checkpoint.name if self._checkpoint else "weights given as arrays"
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the model's adapters."""
+        return self.engine.adapters.names
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights as stored; docs/dtypes.md lists further memory that prompts need."""
         return self.engine.nbytes
@@ -239,6 +250,8 @@ class Model(Hinted, Generic[Weights]):
         if not isinstance(model, Model) or model is self:
             got = "the model itself" if model is self else type(model).__name__
             raise InputError(f"draft_model: expected another Model, got {got}")
+        if model.adapters:
+            raise InputError("draft_model: expected a model without adapters")
         if model.config.delta_nets is not None:
             raise InputError(
                 f"draft_model: expected a model without gated delta nets, whose states cannot go "
@@ -692,6 +705,8 @@ def load(
     given: FormatOptions,
     progress: Progress = iter,
     revision: str | None = None,
+    adapters: Mapping[str, str | Path] = {},
+    adapters_memory: float = MEMORY,
 ) -> Loaded:
     """Load a checkpoint as `cls.from_pretrained` does. given: the user's storage options."""
     check_callable("progress", progress)
@@ -706,6 +721,7 @@ def load(
             f"{kind.__name__}.from_pretrained, or gpt2block.from_pretrained for any"
         )
     formats = given.resolved(checkpoint.nbytes_in_blocks > 0 and reads_blocks(device))
+    read = Adapters.read(adapters, checkpoint.config, checkpoint, adapters_memory)
     model = kind.__new__(kind)
     model._checkpoint, model.config = checkpoint, checkpoint.config
     devices = resolve_devices(device)
@@ -713,6 +729,8 @@ def load(
         model.lookup.begin()
     tensors = checkpoint.tensors(formats.dtype == FILE, unread=len(devices) > 1)
     model._set_up(checkpoint.config, progress(tensors), device, formats)
+    if adapters:
+        model.engine.use_adapters(read)
     return model
 
 

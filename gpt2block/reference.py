@@ -573,6 +573,40 @@ def gemm(
     return linear(a, w, bias, residual=residual, up=up, gelu=gelu)
 
 
+@takes(
+    "y any M N; x other M K; a f32 R K; b f32 R P; spans i32 L S 2; row i32 M; adapter i32 B; "
+    "up? any M N -> y any M N; up? any M N"
+)
+def add_low_rank(
+    y: Array,
+    x: Array,
+    a: Array,
+    b: Array,
+    spans: Integers,
+    row: Integers,
+    adapter: Integers,
+    up: Array | None = None,
+) -> Array:
+    """Add (x aᵀ) b to the rows y of sequences with an adapter (LoRA), in place.
+
+    y (M, N), x (M, K), a (R, K), b (R, N) → (M, N). Row m belongs to sequence row[m], whose adapter
+    has the number adapter[row[m]]; rows with a negative number of either are unchanged. spans
+    (L, S, 2): rows first to end - 1 of a and b that adapter l has for the columns of tile s, of
+    which there are S; its other rows are 0 there. up (M, N): further columns of y, for b (R, 2N).
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+    """
+    numbers, N = np.where(row < 0, -1, adapter[row]), y.shape[1]
+    for number in np.unique(numbers[numbers >= 0]).tolist():
+        tiles = spans[number][spans[number][:, 0] < spans[number][:, 1]]
+        if len(tiles):
+            own, rows = slice(tiles[:, 0].min(), tiles[:, 1].max()), numbers == number
+            terms = x[rows] @ a[own].T @ b[own]
+            y[rows] += terms[:, :N]
+            if up is not None:
+                up[rows] += terms[:, N:]
+    return y
+
+
 @takes("x mixed N C; indices i32 B -> out out_dtype B C")
 def take(x: Array, indices: Integers) -> Array:
     """Return rows of x by index. x (N, C), indices (B,) → (B, C)."""
@@ -1124,6 +1158,15 @@ def silu_mul(gate: Array, up: Array, gelu: bool = False, sigmoid: bool = False) 
     with np.errstate(over="ignore"):  # an infinite exp(-x) correctly gives -0
         gated: Array = (1 if sigmoid else gate) / (1 + np.exp(-gate)) * up
     return gated
+
+
+@takes("gate f32 M C; up? f32 M C -> out out_dtype M C")
+def activate(gate: Array, up: Array | None, gelu: bool = False, fast: bool = False) -> Array:
+    """Return SiLU(gate) or GELU(gate), times `up` unless it is None.
+
+    fast: on a GPU, use the approximations of products of prompts on tensor cores.
+    """
+    return unchecked(silu_mul)(gate, np.ones_like(gate) if up is None else up, gelu)
 
 
 @takes("gate f32 N P; rows f32 N W -> out~gate f32 N P")

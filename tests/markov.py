@@ -14,6 +14,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from gpt2block.cuda.formats import USUAL
+from gpt2block.engine.adapters import Adapters
 from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.model import CacheKind, Drafts, Floats, Ids, Output, Sampled, Start, Tensors
 from gpt2block.models.config import GPT2Config
@@ -65,7 +66,7 @@ class MarkovEngine:
     script: for each sequence, the tokens that decoding returns instead of drawing them.
     """
 
-    nbytes = 0
+    nbytes, adapters = 0, Adapters.none()
 
     def __init__(
         self, table: Floats, n_ctx: int = 64, script: Sequence[Iterable[int]] | None = None

@@ -49,6 +49,7 @@ class Slow:
         self.config, self.go, self.steps = self._engine.config, threading.Event(), 0
         self.divides_prompts, self.continues_exactly, self.nbytes = True, False, 0
         self.formats, self.describe = self._engine.formats, self._engine.describe
+        self.adapters = self._engine.adapters
 
     def decode(self, *arguments: Any, **options: Any) -> Any:
         decoding = self._engine.decode(*arguments, **options)

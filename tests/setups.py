@@ -172,7 +172,7 @@ class Setup:
 
         asked: list[Any] = []  # options of the model
 
-        def load(options: Any, hint: str | None) -> Any:
+        def load(options: Any, hint: str | None, adapters: Any = None) -> Any:
             asked.append(options)
             found = from_path(options.tokenizer, len(table)) if options.tokenizer else encoding
             if found is None and hint:

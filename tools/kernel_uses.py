@@ -47,6 +47,9 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
          "learn/trimat/mma.cu", "learn/trimat/pipelined.cu"),
         "an operation of a source document that no model has",
     ),
+    **dict.fromkeys(
+        ("matmul/low_rank.cu", "elementwise/activate.cu"), "models with adapters (LoRA)"
+    ),
     "tokens/drafts.cu taken_rows": "steps of a model with a block that drafts tokens",
     "peers/all_gather.cu": "exchanges columns between GPUs, and the lists have one GPU",
     **dict.fromkeys(

@@ -19,6 +19,7 @@ from gpt2block.bulk.tasks import Embedding, Problem, Row, problem_of
 from gpt2block.checks import check_choice, check_count
 from gpt2block.cuda import doctor, first_gpus
 from gpt2block.cuda.devices import reads_blocks, resolve_device
+from gpt2block.engine.adapters import Adapters
 from gpt2block.engine.receipts import of_checkpoint, of_tokenizer
 from gpt2block.errors import DeviceError, InputError, printable
 from gpt2block.files.checkpoints import BUNDLED_NAMES, Checkpoint
@@ -31,7 +32,7 @@ FORMAT = 2  # version of the manifest's format
 SWITCH_SECONDS = 1e-4
 # Fields that the manifest's job description omits or replaces: hashes identify the model and the
 # tokenizer independently of their paths, and `formats.identity()` describes the formats.
-_APART = ("output", "model", "revision", "tokenizer", "device", "formats")
+_APART = ("output", "model", "revision", "tokenizer", "device", "formats", "adapters")
 
 
 def threads_of(task: str, engine: str) -> int:
@@ -55,6 +56,7 @@ class Job(Arguments):
     shard_size: int = 1000
     model_sha256: str = ""
     tokenizer_sha256: str | None = None
+    adapters_sha256: tuple[str, ...] = ()
     typed: bool = False  # whether kept fields have their Arrow types in the results
 
     def checked(self, has_text: bool = False) -> Job:
@@ -83,6 +85,8 @@ class Job(Arguments):
         defaults = partial(embedding_defaults, checkpoint)
         task = self.checked_task(checkpoint.config, encoding, defaults)
         options = self.options | (task.own._asdict() if isinstance(task, Embedding) else {})
+        folders = {name: absolute(folder) for name, folder in self.adapters}
+        read = Adapters.read(folders, checkpoint.config, checkpoint, self.adapters_memory)
         of_blocks = checkpoint.nbytes_in_blocks > 0 and self.device != "cpu"
         clash = {*task.columns, "index"} & {*self.keep}
         if clash:
@@ -92,7 +96,8 @@ class Job(Arguments):
             formats=self.formats if of_blocks else self.formats.resolved(in_blocks=False),
             tokenizer=None if self.tokenizer is None else absolute(self.tokenizer),
             keep=tuple(dict.fromkeys(self.keep)), model_sha256=of_checkpoint(checkpoint),
-            tokenizer_sha256=of_tokenizer(encoding),
+            tokenizer_sha256=of_tokenizer(encoding), adapters=tuple(folders.items()),
+            adapters_sha256=read.digests,
         )  # fmt: skip
 
     def described(

@@ -17,6 +17,7 @@ import numpy as np
 from gpt2block.bulk.tasks import TASKS, Embedding, Kind, Problem, Row, Task, TaskName, problem_of
 from gpt2block.checks import check_choice, check_count, check_integer
 from gpt2block.cuda.formats import BY_DEFAULT, REMOVED, FormatOptions, refuse_removed
+from gpt2block.engine.adapters import MEMORY
 from gpt2block.engine.model import Ids
 from gpt2block.engine.numpy.model import NumpyModel
 from gpt2block.errors import CheckpointError, InputError
@@ -50,6 +51,8 @@ class Arguments:
     revision: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # options of the task
     batch_tokens: int = 16384
+    adapters: tuple[tuple[str, str | Path], ...] = ()  # names and folders
+    adapters_memory: float = MEMORY
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle, which in older versions has `dtype`, `kv_dtype` and no `formats`."""
@@ -86,10 +89,10 @@ class Predictor:
     """A callable that scores, continues or embeds the records of a batch.
 
     task: "score" (options: stride, logprobs), "generate" (options of `GPT2.generate`, and logprobs)
-    or "embed" (options: pooling, overflow, normalize). model, device, dtype, kv_dtype, revision: as
-    in `GPT2.from_pretrained`. tokenizer: a path, as for `tokenizer.from_path`. batch_tokens: the
-    maximum number of tokens scored or embedded together. Generation uses the engine's
-    `rows_at_once` instead.
+    or "embed" (options: pooling, overflow, normalize). model, device, dtype, kv_dtype, revision,
+    adapters, adapters_memory: as in `GPT2.from_pretrained`. tokenizer: a path, as for
+    `tokenizer.from_path`. batch_tokens: the maximum number of tokens scored or embedded together.
+    Generation uses the engine's `rows_at_once` instead.
 
     Records of token ids use a tokenizer only if its files are next to the weights, or named by
     `tokenizer`.
@@ -116,13 +119,16 @@ class Predictor:
         revision: str | None = None,
         kv_dtype: str | None = None,
         batch_tokens: int = 16384,
+        adapters: Mapping[str, str | Path] | None = None,
+        adapters_memory: float = MEMORY,
         **options: object,
     ) -> None:
         refuse_removed(options, "Predictor: ")
         formats = FormatOptions(dtype, kv_dtype)
         self.arguments = Arguments(
-            task, model, device, formats, tokenizer, revision, options, batch_tokens
-        )
+            task, model, device, formats, tokenizer, revision, options, batch_tokens,
+            tuple((adapters or {}).items()), adapters_memory,
+        )  # fmt: skip
         self._task  # noqa: B018  (loads the model and checks the options)
 
     @classmethod
@@ -139,8 +145,8 @@ class Predictor:
     def model(self) -> Model[Any]:
         """The loaded model."""
         arguments = self.arguments
-        given = arguments.model, arguments.device, arguments.formats
-        return load(Model, *given, revision=arguments.revision)
+        given = arguments.model, arguments.device, arguments.formats, iter, arguments.revision
+        return load(Model, *given, dict(arguments.adapters), arguments.adapters_memory)
 
     @cached_property
     def _lookup(self) -> Lookup:

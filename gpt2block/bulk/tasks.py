@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from gpt2block.checks import check_flag, check_integer
+from gpt2block.engine.adapters import Adapters
 from gpt2block.engine.generation import scoring
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.options import Options, Overflow
@@ -137,6 +138,7 @@ class Generating(Task):
         Sampling(seed=seed)  # raises InputError for an invalid seed
         self._config, self._encoding = config, encoding
         self._options = Options.of({**options, "samples": samples, "seed": 0, "receipt": receipts})
+        self._checked = replace(self._options, adapter=None)  # the model checks the adapter
         self._start([[0]])  # raises InputError for options that do not fit the model
         text: Kind = "texts" if samples > 1 else "text"
         self.columns = {"completion": text, "finish_reason": text, "n_tokens": "int"}
@@ -150,8 +152,9 @@ class Generating(Task):
 
     def _start(self, prompts: object, engine: ModelEngine | None = None) -> Run:
         """Check the prompts; return a Run that generates. Only the generation needs `engine`."""
-        config: Any = SimpleNamespace(config=self._config)
-        return Run(engine or config, self._encoding, prompts, self._options)
+        config: Any = SimpleNamespace(config=self._config, adapters=Adapters.none())
+        options = self._options if engine else self._checked
+        return Run(engine or config, self._encoding, prompts, options)
 
     def problem(self, ids: Ids) -> str | None:
         try:

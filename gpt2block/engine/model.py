@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from gpt2block.cuda.formats import FILE, GGUF, Formats, itemsize, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
+from gpt2block.engine.adapters import NONE, Adapters
 from gpt2block.engine.grammars import Matcher
 from gpt2block.engine.passes import check_read, model_steps
 from gpt2block.engine.passes.bounds import bounds_of
@@ -76,6 +77,7 @@ class StoredModel(ABC):
 
     divides_prompts, continues_exactly = True, False
     checkpoint: Checkpoint | None = None
+    adapters = Adapters.none()
 
     def __init__(self, config: ModelConfig, formats: Formats, device: str) -> None:
         check_read(config, model_steps(config))  # GPU recordings run the same pass functions
@@ -90,6 +92,10 @@ class StoredModel(ABC):
         tied = {"lm_head"} if self.config.tie_word_embeddings else ()  # in the memory of wte
         matrices = sum(m.nbytes for name, m in self._matrices.items() if name not in tied)
         return matrices + sum(int(a.nbytes) for a in self._vectors.values())
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Let sequences use these adapters. Call this before the first sequence."""
+        self.adapters = adapters
 
     def _store(self, tensors: Tensors) -> dict[str, float]:
         """Store the tensors; return a dict from names to largest magnitudes. Raises InputError.
@@ -349,11 +355,12 @@ def by_name(layers: Iterable[tuple[object, object]]) -> dict[str, Any]:
 
 
 def cache_tensors(cache: Any) -> dict[str, Any]:
-    """Return {tensor name: array} of a cache: each layer's K and V or states, RoPE's frequencies.
+    """Return {tensor name: array} of a cache: K and V or states, RoPE's frequencies, adapters.
 
     cache.layers: the result of `layer_rows`, or an empty list without memory for keys and values.
     """
-    return {**cache.frequencies.tensors, **by_name(cache.layers), **cache.states}
+    own = {**cache.frequencies.tensors, **cache.adapters.tensors}
+    return {**own, **by_name(cache.layers), **cache.states}
 
 
 def new_states(config: ModelConfig, slots: int, library: Any, kept: bool = True) -> dict[str, Any]:
@@ -418,6 +425,7 @@ class Start(NamedTuple):
     limit: int = 0  # maximum tokens of the sequence; 0: len(ids) + steps
     matcher: Matcher | None = None  # decides which tokens can be sampled; None: all tokens
     known: Ids | None = None  # the tokens after ids that are drafts, one for each of `steps`
+    adapter: int = NONE.number  # number of the sequence's adapter
 
     @property
     def n_tokens(self) -> int:
@@ -519,6 +527,7 @@ class ModelEngine(Protocol):
     formats: Formats
     divides_prompts: bool
     continues_exactly: bool
+    adapters: Adapters
 
     @property
     def config(self) -> ModelConfig:
@@ -588,6 +597,9 @@ class TracedEngine(ModelEngine, Protocol):
     """
 
     checkpoint: Checkpoint | None
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Let sequences use these adapters. Call this before the first sequence."""
 
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         """Run the steps in order; return a dict from step names to results (rows, channels)."""

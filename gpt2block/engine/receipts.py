@@ -192,6 +192,7 @@ def receipt_of(sequence: TokenSequence, known: Mapping[str, object]) -> dict[str
     reader: object = of_outputs(sequence.reader) if ends.stop or rule else None
     return {
         **known,
+        "adapter": sequence.adapter.digest,
         "tokenizer": _of_text(reader),
         "llguidance": importlib.metadata.version("llguidance") if rule else None,
         "options": {

@@ -1,6 +1,6 @@
 """Elementwise operations: residual addition, GELU, SiLU gate, squared ReLU, capping of logits.
 
-Addition and GELU are steps of LeetGPU's ten-step GPT-2 block. Kernels: elementwise/silu_mul.cu, and
+Addition and GELU are steps of LeetGPU's ten-step GPT-2 block. Kernels: silu_mul.cu, activate.cu,
 residual.cu, gelu.cu, relu_squared.cu and cap.cu in elementwise/.
 """
 
@@ -12,7 +12,8 @@ from gpt2block.checks import check_integer
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check_alignment, contiguous
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.operands import check_operand, stored_defines, written_dtype
 from gpt2block.ops.operation import REQUIRED, Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.products import gate_define
 from gpt2block.ops.warm import call
@@ -103,6 +104,25 @@ def _gated_columns(c: Call) -> Launch:
     return launch_at(SILU_MUL_FILE, geometry, args)
 
 
+@variant("activate", "elementwise/activate.cu", "activate")
+def _activate(c: Call) -> Launch:
+    width = gcd(4, c.C)
+    c.check_addresses("gate", "up", "out", loaded=width)
+    defines = (*gate_define(c.gelu), ("ACTIVATE_FAST", int(c.fast)), ("ACTIVATE_WIDTH", width))
+    defines += stored_defines("ACTIVATE_OPERAND", c.to_operand)
+    grid = (ceil(c.C / (width * BLOCK)), c.M)
+    geometry = Geometry("activate", grid, (BLOCK,), defines=defines)
+    args = (c.gate, c.up, c.output("out"), c.C)
+    return launch_at("elementwise/activate.cu", geometry, args, c.out_dtype)
+
+
+def _prepare_activate(unchecked: UncheckedCall) -> Call:
+    """Check a call. dtype, to_operand: as in `operand`."""
+    c = unchecked.checked(out_dtype=written_dtype(unchecked, "activate"))
+    check_operand(c.to_operand, c.C)
+    return c
+
+
 @variant("relu squared", "elementwise/relu_squared.cu", "relu_squared")
 def _relu_squared(c: Call) -> Launch:
     geometry = Geometry("relu_squared", (ceil(c.x.size / BLOCK),), (BLOCK,))
@@ -120,11 +140,17 @@ CAP = Operation(name="cap", variants=(_cap,), options={"limit": REQUIRED})
 GATED_COLUMNS = Operation(
     name="gated_columns", variants=(_gated_columns,), options={"first": REQUIRED, "gelu": False}
 )
+ACTIVATE = Operation(
+    name="activate",
+    variants=(_activate,),
+    options={"gelu": False, "fast": False, "dtype": None, "to_operand": None},
+    prepare=_prepare_activate,
+)
 SILU_MUL = Operation(
     name="silu_mul",
     variants=(_silu_mul,),
     options={"gelu": False, "sigmoid": False},
-    steps=(RELU_SQUARED, CAP, GATED_COLUMNS),
+    steps=(RELU_SQUARED, CAP, GATED_COLUMNS, ACTIVATE),
     workload=Workload(
         idea="gate / (1 + exp(-gate)) · up, the gated feed-forward of Llama; or GELU(gate) · up",
         sizes={"M": 16, "N": 11008},

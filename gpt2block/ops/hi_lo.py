@@ -30,7 +30,7 @@ JOIN_THREADS = 256  # maximum threads per block of join_rows and take_rows
 @variant("split rows", HI_LO_FILE, "split_rows")
 def _split_rows(c: Call) -> Launch:
     conversions.check_sizes("x", (c.rows, c.K), LARGEST_OPERAND)
-    return conversions.hi_lo(c.x, c.output("out").parts, c.out.scale)
+    return conversions.hi_lo(c.x, c.output("out").parts, c.out.scale, c.out.one_scale)
 
 
 OPERATION = Operation(name="hi_lo", variants=(_split_rows,))

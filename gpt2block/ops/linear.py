@@ -44,6 +44,7 @@ from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope, chec
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
 from gpt2block.ops.gated_sums import DTYPES, GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
+from gpt2block.ops.low_rank import ADD_LOW_RANK
 from gpt2block.ops.operands import CHUNK, Operand, check_operand, count_define, rounds, stored_scale
 from gpt2block.ops.operation import (
     REQUIRED,
@@ -588,6 +589,7 @@ OPERATION = Operation(
     prepare=_prepare,
     parts=(*LINEAR_GGUF, chunk_sums),
     steps=(
+        ADD_LOW_RANK,
         *(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
         *(ALL_GATHER, ALL_GATHER_NORM),
     ),

@@ -21,6 +21,9 @@
 #ifndef SPLIT_ROWS  // rows per block
 #define SPLIT_ROWS 4
 #endif
+#ifndef SPLIT_UNIT  // the scale of all rows, which is then not stored; 0: a scale for each row
+#define SPLIT_UNIT 0.0f
+#endif
 
 constexpr int STEP = 32 * SPLIT_WIDTH;
 
@@ -40,14 +43,15 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_ROWS) split_rows(
 
     float largest = 0.0f;
 #pragma unroll 4
-    for (int k = first; k < K; k += STEP) {
+    for (int k = first; SPLIT_UNIT == 0.0f && k < K; k += STEP) {
         float v[SPLIT_WIDTH];
         load_fresh<float, SPLIT_WIDTH>(x + k).unpack(v);
 #pragma unroll
         for (int e = 0; e < SPLIT_WIDTH; ++e) largest = fmaxf(largest, fabsf(v[e]) < INFINITY ? fabsf(v[e]) : 0.0f);
     }
-    const float unit = scale_of(lanes_max<32>(largest)), per_unit = inverse_of(unit);
-    if (first == 0) scale[row] = unit;
+    const float unit = SPLIT_UNIT == 0.0f ? scale_of(lanes_max<32>(largest)) : SPLIT_UNIT;
+    const float per_unit = inverse_of(unit);
+    if (SPLIT_UNIT == 0.0f && first == 0) scale[row] = unit;
 
 #pragma unroll 4
     for (int k = first; k < K; k += STEP) {

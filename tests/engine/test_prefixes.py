@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gpt2block import GPT2, GPT2Config, Model
 from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.formats import Formats
+from gpt2block.engine.adapters import NONE
 from gpt2block.engine.cuda.caches import CudaCache, apart, copy_slots
 from gpt2block.engine.generation import batching
 from gpt2block.engine.generation.batching import Batch
@@ -117,7 +118,9 @@ def test_the_longest_of_a_client(entries: Entries, prompt: list[int], least: int
     than short sequences.
     """
     kinds, prefixes = {"a": ("a", 8), "b": ("b", 8), "c": ("a", 9)}, Prefixes(least, short=8)
-    sequences: Any = {name: SimpleNamespace(client=c, most=n) for name, (c, n) in kinds.items()}
+    sequences: Any = {
+        name: SimpleNamespace(client=c, most=n, adapter=NONE) for name, (c, n) in kinds.items()
+    }
     for slot, (name, ids, done) in entries.items():
         prefixes.hold(slot, sequences["a"], np.array([1, 1, 1, 1, 1], np.int32), 5)  # replaced
         prefixes.hold(slot, sequences[name], np.array(ids, np.int32), min(done, len(ids)))

@@ -20,6 +20,7 @@ import typer
 from gpt2block.apps.cli.codes import INTERRUPTED
 from gpt2block.apps.cli.display import print_json, say, working
 from gpt2block.apps.cli.model import (
+    AdapterOptions,
     ModelOptions,
     TextOptions,
     draft_option,
@@ -68,6 +69,7 @@ def generate(
     special: bool = special_option(),
     *,
     model: ModelOptions,
+    adapters: AdapterOptions,
     options: RunOptions,
     draft_model: str | None = draft_option(),
     logprobs: bool = flag("Also print each token's log-probability."),
@@ -84,14 +86,14 @@ def generate(
     if ids and special:
         raise InputError("--special: expected a text, got --ids")
     more = {"stop_ids": options.stop_ids or None, "receipt": receipt is not None}
-    asked = Options.of(asdict(options) | more)
+    asked = Options.of(asdict(options) | more | {"adapter": adapters.only})
     default = "" if ids or model.model not in BUNDLED_NAMES else DEFAULT_PROMPT
     text = _prompt(prompt, default)
     start: Any = _read_ids(text) if ids else text
     hint = None if ids else "--ids takes token ids instead of text"
     if receipt is not None:
         append_receipts(receipt, ())  # an error for a file that cannot be written, before the text
-    loaded, encoding = load_model(model, hint)
+    loaded, encoding = load_model(model, hint, adapters)
     load_draft(loaded, model, draft_model, options.speculate)
     if special:
         start = token_ids(encoding, text, loaded.config.vocab_size, "prompt", special=True)

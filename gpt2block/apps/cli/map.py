@@ -17,7 +17,14 @@ from rich.progress import MofNCompleteColumn
 
 from gpt2block.apps.cli.codes import FAILED, INTERRUPTED
 from gpt2block.apps.cli.display import progress_bar
-from gpt2block.apps.cli.model import ModelOptions, TextOptions, note_on_cpu, stride_option
+from gpt2block.apps.cli.model import (
+    NO_ADAPTERS,
+    AdapterOptions,
+    ModelOptions,
+    TextOptions,
+    note_on_cpu,
+    stride_option,
+)
 from gpt2block.apps.cli.options import add_command, argument, flag, option
 from gpt2block.errors import printable, require
 
@@ -108,10 +115,14 @@ def score(
 
 
 def generate(
-    files: FileOptions, model: ModelOptions, task: GenerateTask, options: JobOptions
+    files: FileOptions,
+    model: ModelOptions,
+    adapters: AdapterOptions,
+    task: GenerateTask,
+    options: JobOptions,
 ) -> None:
     """Continue every record. The same seed gives the same texts with any number of workers."""
-    _map("generate", files, model, task, options)
+    _map("generate", files, model, task, options, adapters)
 
 
 def embed(
@@ -150,6 +161,7 @@ def _map(
     model: ModelOptions,
     task: ScoreTask | GenerateTask | EmbedTask,
     options: JobOptions,
+    adapters: AdapterOptions = NO_ADAPTERS,
 ) -> None:
     """Run a job, print its results and set the exit code."""
     require("map", "dask", "dask", "distributed")
@@ -161,7 +173,10 @@ def _map(
     del fields["gpus"], fields["threads"]  # `device` names these GPUs; workers inherit the threads
     fields["keep"] = tuple(options.keep)
     fields["tokenizer"] = None if model.tokenizer is None else str(model.tokenizer)
-    job = Job(task=name, output=files.output, options=asdict(task), **fields)
+    fields["adapters"], own = tuple(adapters.folders.items()), asdict(task)
+    fields["adapters_memory"] = adapters.adapters_memory
+    own |= {} if adapters.only is None else {"adapter": adapters.only}
+    job = Job(task=name, output=files.output, options=own, **fields)
     speculates = job.options.get("speculate") and scheduler is None
     if speculates and engine_of(job.device) == "cpu":
         note_on_cpu("--speculate")

@@ -16,6 +16,7 @@ from gpt2block.apps.cli.options import FLAG, flag, json_object, option, path_opt
 from gpt2block.checks import meaning_of
 from gpt2block.cuda import first_gpus
 from gpt2block.cuda.formats import BY_DEFAULT, FormatOptions
+from gpt2block.engine.adapters import MEMORY
 from gpt2block.engine.generation.options import KEYWORDS
 from gpt2block.engine.threads import THREADS, advise_one_thread
 from gpt2block.errors import CheckpointError, InputError, require
@@ -92,6 +93,43 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class AdapterOptions:
+    """Options of commands that generate texts with adapters."""
+
+    adapter: list[str] = option(
+        "An adapter (LoRA) of the model: a folder of peft, or NAME=FOLDER.", ()
+    )
+    adapters_memory: float = option("GB that adapters may take.", MEMORY)
+
+    def __post_init__(self) -> None:
+        self.folders  # noqa: B018  (checks the option)
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of the adapters by name. Raises InputError for a name that comes twice."""
+        found = dict[str, str]()
+        for text in self.adapter:
+            name, equals, folder = text.partition("=")
+            name, folder = (name, folder) if equals else (Path(text).resolve().name, text)
+            if not name or not folder or name in found:
+                raise InputError(
+                    f"--adapter: expected NAME=FOLDER with a name of its own, got {text!r}"
+                )
+            found[name] = folder
+        return found
+
+    @property
+    def only(self) -> str | None:
+        """The name of the adapter, or None. Raises InputError for several adapters."""
+        if len(self.folders) > 1:
+            raise InputError("--adapter: expected one adapter for all texts")
+        return next(iter(self.folders), None)
+
+
+NO_ADAPTERS = AdapterOptions(adapter=[])
+
+
+@dataclass(frozen=True)
 class ChatModelOptions(ModelOptions):
     """Options of commands whose default model was trained on conversations."""
 
@@ -160,7 +198,9 @@ def require_for(purpose: str, model: str, *modules: str) -> None:
     require(purpose, ",".join(extras), *modules, *of_model, *of_package)
 
 
-def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Encoding | None]:
+def load_model(
+    options: ModelOptions, hint: str | None, adapters: AdapterOptions = NO_ADAPTERS
+) -> tuple[Model[Any], Encoding | None]:
     """Load a model's tokenizer, then the model, with a progress bar on stderr.
 
     hint: advice that is added to the error if the model has no tokenizer. None: the command works
@@ -183,7 +223,8 @@ def load_model(options: ModelOptions, hint: str | None) -> tuple[Model[Any], Enc
         with progress_bar("loading", hidden) as bar:
             yield from bar.track(tensors, len(checkpoint.stored))
 
-    loaded = load(Model, checkpoint, options.device, options.formats, progress)
+    more = None, adapters.folders, adapters.adapters_memory
+    loaded = load(Model, checkpoint, options.device, options.formats, progress, *more)
     if loaded.device.startswith("CPU"):
         advise_one_thread()
     return loaded, encoding

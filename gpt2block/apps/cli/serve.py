@@ -19,7 +19,13 @@ import typer
 
 from gpt2block.apps.cli.codes import FAILED
 from gpt2block.apps.cli.display import on_each_gpu, say
-from gpt2block.apps.cli.model import ChatModelOptions, load_draft, load_model, require_for
+from gpt2block.apps.cli.model import (
+    AdapterOptions,
+    ChatModelOptions,
+    load_draft,
+    load_model,
+    require_for,
+)
 from gpt2block.apps.cli.options import option, path_option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.apps.serve.log import log, set_up_log
@@ -40,6 +46,7 @@ ONLY_KEY = "default"  # name of a file's only key if the file does not name the 
 def serve(
     *,
     model: ChatModelOptions,
+    adapters: AdapterOptions,
     host: str = option(
         "Address to listen at. Without a key only an address of this machine, such as 127.0.0.1.",
         HOST,
@@ -112,13 +119,15 @@ def serve(
             raise InputError(f"--{each}: expected a positive number of seconds, got {value}")
     allow_files(settings.connections)
     listening = _socket(host, port) if uds is None else _bound_file(uds)
-    loaded, encoding = load_model(model, "this server needs text")
+    names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
+    if both := {*names} & {*adapters.folders}:
+        raise InputError(f"--adapter {min(both)}: expected another name than the model's")
+    loaded, encoding = load_model(model, "this server needs text", adapters)
     assert encoding is not None
     load_draft(loaded, model, settings.draft_model, settings.speculate)
     if settings.chat_template_kwargs:
         loaded.chat_template.check_variables(settings.chat_template_kwargs)
     address = f"[{host}]" if ":" in host else host
-    names = tuple(filter(None, dict.fromkeys(name or ()))) or (_name(model.model),)
     settings = replace(
         settings, processes=processes, names=names, keys=keys, hosts=(*LOOPBACK, address),
         allowed_hosts=allowed, origins=origins, proxies=tuple(proxies),

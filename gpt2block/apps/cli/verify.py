@@ -14,7 +14,7 @@ import typer
 
 from gpt2block.apps.cli.codes import FAILED, WRONG
 from gpt2block.apps.cli.display import progress_bar
-from gpt2block.apps.cli.model import ModelOptions, load_model, model_option
+from gpt2block.apps.cli.model import AdapterOptions, ModelOptions, load_model, model_option
 from gpt2block.apps.cli.options import argument, option
 from gpt2block.apps.cli.texts import BYTE_ORDER_MARK, read_text
 from gpt2block.cuda.formats import BY_DEFAULT, USUAL
@@ -42,6 +42,7 @@ def verify(
     ),
     *,
     model: VerifyOptions,
+    adapters: AdapterOptions,
     sample: int | None = option("Check this many receipts, drawn at random.", min=1),
 ) -> None:
     """Check that texts are what a model generates, at a fraction of the cost of generation.
@@ -58,7 +59,7 @@ def verify(
     receipts = [each for file in files for each in _read(file)]
     if sample is not None:
         receipts = random.SystemRandom().sample(receipts, min(sample, len(receipts)))
-    loaded, encoding = _load(model, receipts)
+    loaded, encoding = _load(model, receipts, adapters)
     begun, codes, tokens, nan = perf_counter(), [0, 0, 0], 0, 0
     stated = [each.receipt for each in receipts]
     with progress_bar("verifying") as bar:
@@ -117,7 +118,7 @@ def _read(file: str) -> list[StatedReceipt]:
 
 
 def _load(
-    options: VerifyOptions, receipts: Sequence[StatedReceipt]
+    options: VerifyOptions, receipts: Sequence[StatedReceipt], adapters: AdapterOptions
 ) -> tuple[Model[Any], Encoding | None]:
     """Load the model, by default with the name, formats and threads that a receipt states."""
     problem, formats = "", options.formats
@@ -138,7 +139,7 @@ def _load(
     if options.threads is None:
         use_threads(stated.get("threads"))
     try:
-        return load_model(replace(options, model=name, formats=formats, gpus=None), None)
+        return load_model(replace(options, model=name, formats=formats, gpus=None), None, adapters)
     except (CheckpointError, InputError) as error:
         if options.formats != BY_DEFAULT:
             raise

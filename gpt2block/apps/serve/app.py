@@ -125,6 +125,7 @@ class Server:
 
     def __init__(self, model: ServedModel, encoding: Encoding, settings: ServerSettings) -> None:
         self.model, self.encoding, self.settings = model, encoding, settings
+        self.names = *settings.names, *model.adapters.names
         self.keys = settings.keys  # API keys; may be replaced, but not by an empty set
         self.engine, self.threads = HttpEnd(), Workers(AT_ONCE)
         self.engine.keys = self.set_keys
@@ -234,8 +235,9 @@ class Server:
         if media != "application/json":
             raise ApiError(415, f"Content-Type: expected application/json, got {media!r}")
         body = await _body(request)
-        names, n_ctx = self.settings.names, self.model.config.n_ctx
-        return await self._prepared(request, parsed, kind, body, names, n_ctx)
+        texts = not issubclass(kind, (EmbeddingRequest, RerankRequest))  # without an adapter
+        names = self.names if texts else self.settings.names
+        return await self._prepared(request, parsed, kind, body, names, self.model.config.n_ctx)
 
     async def _prepared(self, request: Request, call: Callable[..., Value], *args: object) -> Value:
         """Return call(*args): computed directly if the body is small, else in a thread."""
@@ -269,9 +271,17 @@ class Server:
 
     def _response(self, body: ResponsesRequest) -> PreparedRequest:
         """Return the chat request that answers a request to /v1/responses."""
-        names, n_ctx = self.settings.names, self.model.config.n_ctx
-        asked = self._chat(validated(ChatRequest, chat_body(body), names, n_ctx))
-        return replace(asked, sent=ResponseSent(body, self.settings.name))
+        n_ctx = self.model.config.n_ctx
+        asked = self._chat(validated(ChatRequest, chat_body(body), self.names, n_ctx))
+        return replace(asked, sent=ResponseSent(body, self._name_of(asked.body)))
+
+    def _adapter_of(self, body: SampledRequest) -> str | None:
+        """Return the adapter that a request selects by its field `model`."""
+        return body.model if body.model in self.model.adapters.names else None
+
+    def _name_of(self, body: SampledRequest) -> str:
+        """Return the name of the model in answers: an adapter's, or the model's first name."""
+        return self._adapter_of(body) or self.settings.name
 
     async def messages(self, request: Request, body: CountRequest) -> Response:
         version = request.headers.get("anthropic-version")
@@ -288,16 +298,18 @@ class Server:
         """Return the chat request that answers a message, or the count that a request asks for."""
         with self._template(lambda text: None) as template:
             fields = body.chat_body(template.names.variables)
-        chat = validated(ChatRequest, fields, self.settings.names, self.model.config.n_ctx)
+        chat = validated(ChatRequest, fields, self.names, self.model.config.n_ctx)
         if not isinstance(body, MessagesRequest):
             return len(self._chat_prompt(chat, lambda text: None)[0])
         asked = self._chat(chat)
-        return replace(asked, sent=MessageSent(self.settings.name, len(asked.prompts[0])))
+        return replace(asked, sent=MessageSent(self._name_of(chat), len(asked.prompts[0])))
 
     def _completion(self, body: CompletionRequest) -> PreparedRequest:
         n, top, new = body.n or 1, body.logprobs or 0, body.max_tokens
         if new == 0 and not body.echo:
             raise invalid("max_tokens: expected at least 1, or echo")
+        if body.echo and body.logprobs is not None and self._adapter_of(body):
+            raise invalid("echo: expected no logprobs with it and an adapter")
         if new == 0 and body.stream:
             raise invalid("stream: expected max_tokens of at least 1")
         prompts = [self.ids_of(*each) for each in named("prompt", body.prompt)]
@@ -309,7 +321,7 @@ class Server:
                 written = [id for id in ids.tolist() if id not in unwritten]
                 data = bytes_of_ids(self.encoding, written)
                 echo.text = prompt if isinstance(prompt, str) else data.decode(errors="replace")
-        form = TextForm(self.settings.name, self.encoding, unwritten)
+        form = TextForm(self._name_of(body), self.encoding, unwritten)
         starts = [each for each in echoes for _ in range(n)]
         return PreparedRequest(body, sequences, prompts, starts, form, body.logprobs is not None)
 
@@ -323,7 +335,7 @@ class Server:
         most = body.max_completion_tokens or body.max_tokens or self.model.config.n_ctx
         marks = {*(use.form.marks if use else ()), *(thinking.marks if thinking else ())}
         sequences = self._sequences([ids], body, most, top, use, marks)
-        named, reasons = (self.settings.name, self.encoding), body.include_reasoning is not False
+        named, reasons = (self._name_of(body), self.encoding), body.include_reasoning is not False
         form = ToolChatForm(*named, use, thinking, reasons) if marks else ChatForm(*named)
         starts = [AnswerChoice()] * len(sequences)
         return PreparedRequest(body, sequences, [ids], starts, form, logprobs)
@@ -431,7 +443,8 @@ class Server:
             raise invalid(problem)
         rule = None if use is None else use.grammar(self.encoding)
         ids = self._stop_ids(body)
-        options = body.options(rule=rule, max_new_tokens=most, top_logprobs=top, stop_ids=ids)
+        more: Any = {"max_new_tokens": most, "top_logprobs": top, "stop_ids": ids}
+        options = body.options(rule=rule, adapter=self._adapter_of(body), **more)
         model: Any = self.model  # Run needs only its config, as it does not generate the sequences
         sequences = list(Run(model, self.encoding, prompts, options, compiles=False).sequences)
         unwritten = self._unwritten(body, marks)
@@ -575,7 +588,7 @@ class Server:
         return await self.in_thread(request, text)
 
     async def models(self, request: Request) -> Response:
-        names, wanted = self.settings.names, request.path_params.get("name")
+        names, wanted = self.names, request.path_params.get("name")
         found = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
         found |= {"max_model_len": self.model.config.n_ctx}
         if wanted is None:

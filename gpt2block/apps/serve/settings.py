@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gpt2block.apps.cli.model import chat_template_option, draft_option, keyword
 from gpt2block.apps.cli.options import flag, option
+from gpt2block.engine.adapters import Adapters
 from gpt2block.engine.chat.template import ChatTemplate
 from gpt2block.engine.chat.tool_forms import FormName
 from gpt2block.engine.grammars.trials import SECONDS
@@ -91,7 +92,7 @@ class ServedModel:
     template, sampling: as Model.chat_template and Model.chat_sampling, or the error that reading
     them raises. device, dtype: descriptions for the web page. slots: continuations that run
     together. reuses: whether prompts may reuse computed tokens. receipts: whether texts can have
-    receipts.
+    receipts. adapters: the model's adapters, without their tensors.
     """
 
     config: ModelConfig
@@ -102,6 +103,7 @@ class ServedModel:
     slots: int
     reuses: bool
     receipts: bool = True
+    adapters: Adapters = field(default_factory=Adapters.none)
 
     @classmethod
     def of(cls, model: Any, slots: int, reuses: bool, receipts: bool = True) -> ServedModel:
@@ -111,7 +113,8 @@ class ServedModel:
         engine = model.engine
         device, dtype = engine.describe(), engine.formats.dtype
         receipts = receipts and (slots == 1 or not device.startswith("CPU"))
-        return cls(model.config, template, sampling, device, dtype, slots, reuses, receipts)
+        facts = model.config, template, sampling, device, dtype, slots, reuses, receipts
+        return cls(*facts, engine.adapters.without_tensors())
 
     @property
     def chat_template(self) -> ChatTemplate:

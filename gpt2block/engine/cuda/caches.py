@@ -13,6 +13,7 @@ from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
 from gpt2block.cuda.formats import Formats, cache_option
+from gpt2block.engine.adapters import SlotAdapters
 from gpt2block.engine.model import (
     Drafts,
     Item,
@@ -99,6 +100,7 @@ class CudaCache:
         rows = {each: iter(a[:, :batch]) for each, a in zip(counts, self.arrays, strict=True)}
         self.layers = layer_rows(caches, lambda each, width: next(rows[kind(each, width)]))
         self.frequencies = SequenceFrequencies(config, batch, n_ctx, cupy)
+        self.adapters = SlotAdapters({}, batch, cupy)
         self.states = new_states(config, batch, cupy, continued)
         self.kept_states: KeptStates | None = None
         for name, shape in pool_shapes(config, batch, n_ctx).items() if pool else ():
@@ -164,6 +166,7 @@ class DecodingCaches:
         self.of_layers = (config if shard is None else shard).layer_caches
         self._token_bytes = token_bytes(self.of_layers, formats)
         self._ended: deque[CudaCache] = deque()
+        self.adapters: dict[str, CudaArray] = {}  # tensors of the model's adapters
         self.of_block: DecodingCaches | None = None  # the caches of the block that drafts tokens
 
     def give_back(self, cache: CudaCache) -> None:
@@ -226,6 +229,8 @@ class DecodingCaches:
     ) -> CudaCache:
         """Return a new cache. Raises CuPy's OutOfMemoryError. Arguments: see `new`."""
         made = CudaCache(self._config, batch, n_ctx, self._formats, self.of_layers, pool=pool)
+        if pool:  # the cache of a Decoding
+            made.adapters = SlotAdapters(self.adapters, batch, cupy)
         if self.of_block and drafting:
             made.drafting = self.of_block._allocate(batch, n_ctx)
             for each in (made, made.drafting):

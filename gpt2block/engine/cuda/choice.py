@@ -23,6 +23,8 @@ from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
 
+MANY_ROWS = 512  # rows of which all products that can read operands do
+
 
 class DecodingChoice:
     """Choose the kernels of a decoding step by its number of rows (tokens).
@@ -53,6 +55,10 @@ class DecodingChoice:
 
     Products with the same weights have the same order of additions in all engines, so a row has
     the same bits with any number of rows.
+
+    If adapters (LoRA) are loaded, a product that an adapter changes fuses no norm of its rows,
+    RoPE or gate: the adapter's term is added before these. `RULES_OF_SUMS` are used if adapters
+    change only products of attention and lm_head.
     """
 
     def __init__(
@@ -142,11 +148,15 @@ class DecodingChoice:
             names, self.settings.head_size, kv=cache_option(self.formats.fp8_cache),
             x_dtype=self.x_dtype, together=together,
         )  # fmt: skip
-        if operands == {} and not self.divided:
+        adapted = {name for name in names if name.endswith(".lora_a")}
+        many = self.operands(MANY_ROWS) if adapted else {}
+        terms = {name: each[0] for name, each in many.items() if each[0].dtype != HI_LO}
+        of_ffn = any(name.endswith(("w_gate_up.lora_a", "w_down.lora_a")) for name in adapted)
+        if operands == {} and not self.divided and not of_ffn:
             types = self._types_of_ffn if self.formats.dtype == FILE else ()
             splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:
-                return plan._replace(fuses=ALL_FUSED, splits=splits)
+                return plan._replace(fuses=ALL_FUSED, splits=splits, terms=terms)
         norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
         if in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not operands
@@ -162,7 +172,7 @@ class DecodingChoice:
             summed.discard("w_down")  # different warps compute the types of a chunk
         known = operands or {}
         return plan._replace(
-            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed
+            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed, terms=terms
         )
 
     @cached_property

@@ -21,7 +21,14 @@ from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import ArrayArg, CudaArray, mapped, to_host
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
-from gpt2block.engine.cuda.caches import KEPT_SHAPES, CudaCache, DecodingCaches, forget_oldest
+from gpt2block.engine.adapters import Adapters
+from gpt2block.engine.cuda.caches import (
+    KEPT_SHAPES,
+    CudaCache,
+    DecodingCaches,
+    forget_oldest,
+    free_bytes,
+)
 from gpt2block.engine.cuda.choice import DecodingChoice
 from gpt2block.engine.cuda.decoding import MAX_KNOWN_TEXTS, CudaDecoding
 from gpt2block.engine.cuda.draft import BlockDraft, Draft
@@ -181,6 +188,24 @@ class CudaModel(CudaWeights):
 
     def describe(self) -> str:
         return doctor.describe_device(self.device)
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Let sequences use these adapters. Raises InputError and MemoryError."""
+        if self._divisors:
+            raise InputError(
+                "adapters: expected a model whose activations fit into float16: use ",
+                Argument("dtype", "bfloat16"),
+            )
+        with self.running():
+            nbytes, free = sum(each.nbytes for each in adapters.tensors.values()), free_bytes()
+            if nbytes > free:
+                raise MemoryError(
+                    f"Out of memory: adapters take {nbytes:,} bytes, the GPU has {free:,} bytes "
+                    "free: expected fewer adapters"
+                )
+            on_device = {name: cupy.asarray(each) for name, each in adapters.tensors.items()}
+            self.adapters, self._caches.adapters = adapters, on_device
+            self.stream.synchronize()
 
     def tensors(self) -> Tensors:
         items = iter(stored_tensors(self.config, self._vectors, self._matrices))

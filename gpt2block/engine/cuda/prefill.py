@@ -50,12 +50,14 @@ class PrefillPrograms:
         self.ends: list[int] = []
         self.states: list[Floats] = []
         self.out: CudaArray  # the result of the last `run`
-        self._numbers = cupy.empty(4 * N + 2 * B + L + 1, "int32")
         self._sizes = {"tokens": N, "targets": N, "positions": N, "row": N}
-        self._sizes |= {"cu_seqlens": B + 1, "start": B, "last": L}
+        self._sizes |= {"cu_seqlens": B + 1, "start": B, "last": L, "last_row": L}
+        self._numbers = cupy.empty(sum(self._sizes.values()), "int32")
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
+        if cache.adapters.tensors and shape.products == "hi_lo":
+            self._tensors["every"] = cupy.asarray(np.arange(N, dtype=np.int32))
         self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
         self._known: Mapping[str, Recorded] = {}  # first recording's steps, which others reuse
@@ -125,10 +127,11 @@ class PrefillPrograms:
         targets: whether to send the next token of each token, too.
         """
         self._sent.synchronize()
-        tokens, after, positions, row_of, seams, start, last = self._on_host
+        tokens, after, positions, row_of, seams, start, last, last_row = self._on_host
         at, self.ends = 0, []
         packed = self.shape.sequences < self.shape.batch
         seams[:] = start[:] = last[:] = 0
+        last_row[:] = -1
         for n, (ids, row, first) in enumerate(zip(sequences, rows, starts, strict=True)):
             end = at + len(ids)
             tokens[at:end] = ids
@@ -136,7 +139,7 @@ class PrefillPrograms:
             row_of[at:end] = row
             sequence = n if packed else row
             seams[sequence + 1], start[sequence] = len(ids), first
-            last[n] = max(end - 1, 0)
+            last[n], last_row[n] = max(end - 1, 0), row
             self.ends.append(end)
             at = end
         tokens[at:] = positions[at:] = 0
@@ -200,8 +203,9 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
     V), valid until the next prefill. Without `last`, only keys and values are computed, and the
     result is None. Sizes are rounded up, so that other sequences use the same launches.
     """
-    for start in group if cache.frequencies.tensors else ():
+    for start in group if cache.frequencies.tensors or cache.adapters.tensors else ():
         cache.frequencies.begin(start.slot, start.n_tokens)
+        cache.adapters.begin(start.slot, start.adapter)
     if (states := cache.kept_states) is not None:
         for start in group:
             states.begin(start.slot, start.cached, len(start.ids))

@@ -24,6 +24,7 @@ from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import compute_capability, device_attribute
 from gpt2block.cuda.cards import properties
 from gpt2block.cuda.formats import Formats
+from gpt2block.engine.adapters import Adapters
 from gpt2block.engine.cuda.caches import CudaCache
 from gpt2block.engine.cuda.decoding import CudaDecoding
 from gpt2block.engine.cuda.model import CudaModel
@@ -178,6 +179,12 @@ class SeveralCudaModels:
         self.cache_kind = n_layer, width, dtype, f"cuda:{names}", rope
         self.divides_prompts = first.divides_prompts
         self.continues_exactly = first.continues_exactly
+
+    adapters = Adapters.none()
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Raise InputError: only models on one device have adapters."""
+        raise InputError("adapters: expected a model on one GPU, or device='cpu'")
 
     def _on_all(self, function: Callable[[CudaModel], Found]) -> list[Found]:
         return self._crew.run([partial(function, part) for part in self.parts])

@@ -279,7 +279,7 @@ class DecodingStep:
             take = bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report)
             after = (sampled, take) if of.stream_rows is None else (sampled, taken, take)
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
-        self._outs = {"logits": logits}
+        self._outs = {"logits": logits, "logits_base": logits}  # an adapter changes them in place
         if of.stream_rows is not None:
             self._given["stream_index"] = cupy.asarray(np.arange(rows, dtype=np.int32))
             self._given[STREAM] = self._outs["stream_rows"] = of.stream_rows[:rows]

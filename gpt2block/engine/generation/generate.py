@@ -115,6 +115,7 @@ class Run:
         check_biased(sampling, V)
         rule = options.rule if compiles else None
         matcher = matcher_of(rule, reader, V, ends.stop_ids)
+        adapter = engine.adapters.named(options.adapter)
         self._engine, self._rows_at_once = engine, options.rows_at_once
         self._speculate: Drafts = options.speculate
         self._alone = options.receipt  # whether bits must not depend on other texts
@@ -144,6 +145,7 @@ class Run:
                 own = replace(sampling, sample=sampling.sample + more)
             sequence = TokenSequence(start, own, reader, ends, options.top_logprobs, options.rule)
             sequence.matcher = None if matcher is None else matcher.copy()
+            sequence.adapter = adapter
             if options.receipt:
                 sequence.exact, sequence.certify = True, partial(certify, engine)
             return sequence

@@ -144,6 +144,7 @@ def _sequence(
     (sequence,) = run.sequences
     unwritten = tokenizer.token_ids(None, own["unwritten"], V, "unwritten")
     sequence.unwritten = frozenset(unwritten.tolist())
+    sequence.adapter = engine.adapters.with_digest(stated["adapter"])
     again = receipt_of(sequence, known)
     require_equal(own, again["options"], "options.")
     require_equal(stated, again)

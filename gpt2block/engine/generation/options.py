@@ -38,6 +38,7 @@ class StreamOptions(SamplingKeywords, total=False):
     overflow: Overflow
     speculate: bool
     receipt: bool
+    adapter: str | None
     schema: Schema | None
     regex: str | None
     choice: Iterable[str] | None
@@ -103,6 +104,9 @@ class Options:
         False,
         "State in Generation.receipt how the text was generated, so that `verify` can check it.",
         more="With NumPy, texts are then computed one by one. See docs/proof.md.",
+    )
+    adapter: str | None = option(
+        None, "The name of the model's adapter (LoRA) that generates the text."
     )
     schema: Schema | None = option(
         None,

@@ -14,7 +14,7 @@ MIN_SHARED = 200  # minimum tokens to wait for: fewer take the time of reading a
 # seconds per token and byte of weights.
 LAYER_S, BYTE_S = 60e-6, 2.5e-15
 MAX_COMPARED = 4  # maximum number of slots to compare with a prompt, latest first
-Key = tuple[str, bool, bytes]
+Key = tuple[str, bool, int, bytes]
 
 
 def min_shared(n_layer: int, nbytes: int) -> int:
@@ -45,7 +45,7 @@ NOTHING = HeldPrefix(-1, 0)
 
 
 class Prefixes:
-    """Index of the tokens that each slot holds. Lookups find only tokens of the same client.
+    """Index of the tokens that each slot holds, by client and adapter.
 
     Slots are indexed by their first `least` tokens, their first 2 · `least` tokens, 4 · `least`, …
 
@@ -120,7 +120,7 @@ class Prefixes:
         return next((each for each in free if each != slot), slot)
 
     def _key(self, sequence: TokenSequence, ids: Ids) -> Key:
-        return sequence.client, sequence.most > self._short, ids.tobytes()
+        return sequence.client, sequence.most > self._short, sequence.adapter.number, ids.tobytes()
 
     def _sizes(self, most: int) -> list[int]:
         """Return the prefix lengths by which slots are indexed: the least one times 1, 2, 4, …"""

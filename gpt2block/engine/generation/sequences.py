@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gpt2block.engine import notebook
+from gpt2block.engine.adapters import NONE
 from gpt2block.engine.grammars import Grammar, Matcher
 from gpt2block.engine.model import Ids, Start
 from gpt2block.errors import Argument, InputError
@@ -119,6 +120,7 @@ class TokenSequence:
         self.reused = 0  # number of prompt tokens whose keys and values were reused
         self.client = ""  # owner: prompts are reused only within a client
         self.held = False  # whether Batch.step may deliver tokens later
+        self.adapter = NONE  # one of the engine's adapters
         self.known: Ids | None = None  # the continuation if it is known: the Decoding's drafts
         self.exact = False  # whether kernels of prompts compute the whole prompt
         # Returns the receipt of a sequence that has ended; None: no receipt is wanted.
@@ -157,7 +159,7 @@ class TokenSequence:
             ids = occurred[-max(1, self.ends.n_ctx // 2) :]
         steps = min(self.ends.max_new_tokens - sampled, self.ends.n_ctx - len(ids) + 1)
         known = None if self.known is None else self.known[sampled : sampled + steps]
-        more = self.alternatives, self.most, self.matcher, known
+        more = self.alternatives, self.most, self.matcher, known, self.adapter.number
         return Start(slot, ids, self.sampling, steps, sampled, occurred, 0, *more)
 
     def add(

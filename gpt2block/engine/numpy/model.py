@@ -11,6 +11,7 @@ from gpt2block import reference
 from gpt2block.checks import FLOATS
 from gpt2block.contract import unchecked
 from gpt2block.cuda.formats import Formats, own_cache_dtype
+from gpt2block.engine.adapters import SlotAdapters
 from gpt2block.engine.grammars import Masker, MaskJob, Matcher
 from gpt2block.engine.model import (
     UNCOMPARED,
@@ -71,6 +72,7 @@ class NumpyCache:
         self._dtype = FLOATS[own_cache_dtype(formats.dtype)]
         self.release()
         self.frequencies = SequenceFrequencies(config, batch, n_ctx, np)
+        self.adapters = SlotAdapters({}, batch, np)
 
     def release(self) -> None:
         """Forget all tokens, and give back the memory of later positions."""
@@ -182,6 +184,7 @@ class NumpyModel(NumpySteps, StoredModel):
             "cu_seqlens": np.array([0, *ends]),
             "start": np.array(cache.lengths),
             "last": ends[lengths > 0] - 1,
+            "last_row": np.flatnonzero(lengths),
         }
         return {**cache_tensors(cache), **batch}
 
@@ -264,6 +267,7 @@ class NumpyDecoding:
         self._texts: list[Iterator[int]] | None = [iter(())] * slots if forced else None
         self._model = model
         self._cache = model.new_cache(slots, n_ctx)
+        self._cache.adapters = SlotAdapters(model.adapters.tensors, slots, np)
         self._sampling = [Sampling()] * slots
         self._matchers: list[Matcher | None] = [None] * slots
         self._left = np.zeros(slots, np.int32)  # number of tokens left to sample per slot
@@ -286,6 +290,7 @@ class NumpyDecoding:
                 assert start.known is not None
                 self._texts[slot] = iter(start.known.tolist())
             self._cache.frequencies.begin(slot, start.n_tokens)
+            self._cache.adapters.begin(slot, start.adapter)
             self._cache.lengths[slot], self._next[slot] = start.cached, ids[start.cached :]
             self._sampling[slot], self._matchers[slot] = sampling, start.matcher
             self._left[slot], self._steps[slot] = start.steps, start.sampled
@@ -299,6 +304,7 @@ class NumpyDecoding:
         new = [np.empty(0, np.int32)] * self.slots
         for start in starts:
             self._cache.frequencies.begin(start.slot, start.n_tokens)
+            self._cache.adapters.begin(start.slot, start.adapter)
             self._cache.lengths[start.slot] = start.cached
             new[start.slot] = start.ids[start.cached :]
         self._model.forward(new, "last", self._cache)

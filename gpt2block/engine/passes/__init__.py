@@ -26,8 +26,9 @@ from gpt2block.models.config import DRAFTING, ModelConfig, model_shapes, state_s
 
 # Names of the int32 arrays that describe a batch of packed sequences. For each token: its id,
 # position, sequence and target (the next token's id); shape (N,). For each sequence: its first row
-# (shape (B + 1,)), its first position (B,), and the row of its last token (at most B).
-BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "targets")
+# (shape (B + 1,)), its first position (B,), and the row and the sequence of its last token (at most
+# B).
+BATCH = ("tokens", "positions", "row", "cu_seqlens", "start", "last", "last_row", "targets")
 STREAM = "stream"  # name of the rows of another model's residual stream (N, C) that a model reads
 
 

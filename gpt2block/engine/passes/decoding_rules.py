@@ -31,6 +31,8 @@ from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
 from gpt2block.ops.operands import CHUNK, Operand
 
+LOW_RANK = "add_low_rank"  # adds an adapter's term to the result of a product
+ADAPTED = "an adapter's term is added to the product"
 # All that a layer fuses if its feed-forward is one kernel
 ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
 
@@ -46,7 +48,8 @@ class DecodingPlan(NamedTuple):
     the dtype to which x of a product that reads floats is rounded, or None. together: the number of
     neighbouring rows of one sequence. fuses: what products that read floats can fuse. summed: the
     names in `known` of the products that read sums of chunks of x. splits: the number of partial
-    sums of a feed-forward that is one kernel, or 0.
+    sums of a feed-forward that is one kernel, or 0. terms: for an adapter's terms, the operands of
+    products of many rows, whose values adapters read in all steps.
     """
 
     names: Collection[str]
@@ -60,6 +63,7 @@ class DecodingPlan(NamedTuple):
     fuses: Fusions = Fusions()
     summed: Collection[str] = ()
     splits: int = 0
+    terms: Mapping[str, Operand] = {}
 
     def format(
         self, to: Sequence[str], bound: float | None, width: int | None = None, together: int = 1
@@ -120,9 +124,12 @@ def ordered(operand: Operand | None) -> bool:
     return operand is not None and operand.width > 0
 
 
-def products_of(steps: Steps, name: str) -> list[Step]:
-    """Return the products that read a result as x, or [] if another step reads the result, too."""
-    readers = steps.readers(name)
+def products_of(steps: Steps, name: str, others: Sequence[Step] = ()) -> list[Step]:
+    """Return the products that read a result as x, or [] if another step reads the result, too.
+
+    others: further steps that may read the result.
+    """
+    readers = [each for each in steps.readers(name) if each not in others]
     alone = all(s.op == "linear" and s.inputs.count(name) == 1 and s.inputs[0] == name
                 for s in readers)  # fmt: skip
     return readers if alone else []
@@ -229,12 +236,15 @@ def _store(
     together: int = 1,
 ) -> str:
     """Let a step store an operand for the products that read its result, or return a reason."""
-    readers = products_of(steps, step.name)
+    adapted = [s for s in steps.readers(step.name) if s.op == LOW_RANK and s.inputs[1] == step.name]
+    readers = products_of(steps, step.name, adapted)
     if not readers:
         return "a step that is no product reads the result"
     operand = plan.format([product(each).w for each in readers], bound, width, together)
-    if operand is None:
+    if operand is None or (adapted and operand.dtype == HI_LO):
         return "the products read floats"
+    for each in adapted:
+        steps.replace(each.name, changed(each, operand=operand, stored=True))
     steps.replace(step.name, changed(step, to_operand=operand))
     for each in readers:
         steps.replace(each.name, changed(each, "x_dtype", "x_bound", operand=operand))
@@ -244,6 +254,10 @@ def _store(
 @rule("silu_mul")
 def gates(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """two products of the same rows, then silu_mul -> linear with two matrices"""
+    inputs = [steps[name].op for name in step.inputs if name in steps]
+    if LOW_RANK in inputs and not step.attrs.get("sigmoid"):
+        _activate(steps, step, step.inputs, step.attrs, plan)
+        return ADAPTED
     pair = [steps[name] for name in step.inputs if name in steps and steps[name].op == "linear"]
     if len(pair) < 2:
         return "an input is no product"
@@ -320,6 +334,8 @@ def linear_qkv(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     heads = Heads.of(steps, step)
     if heads.turned is not heads.product:
         return "RoPE rotates q and k"
+    if heads.product.op != "linear":
+        return ADAPTED
     x, w, bias, gamma, beta, *_ = product(heads.product)
     attrs = changed(heads.product, "decoding", **plan.kv).attrs
     return heads.replace(steps, "linear_qkv", (x, w, bias, gamma, beta, *heads.cache), attrs)
@@ -329,6 +345,8 @@ def linear_qkv(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 def rope_product(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """product of q, k and v, norms of heads, RoPE, kv_append -> rope_sums or linear_rope"""
     heads = Heads.of(steps, step)
+    if heads.product.op != "linear":
+        return ADAPTED
     x, w, bias, gamma, beta, *_ = product(heads.product)
     attrs = changed(heads.product, "decoding", "x_bound", **plan.kv).attrs
     attrs = {**attrs, **kept(heads.turned, "n_head", "growth")}
@@ -363,8 +381,15 @@ def attention_append(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 def rope_append(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """norms of heads, RoPE, kv_append -> rope_append or qk_norm_append"""
     heads = Heads.of(steps, step)
-    inputs = (heads.product.name, heads.frequencies, *heads.cache, *heads.gammas)
     attrs = {**kept(heads.turned, "n_head", "growth"), **plan.kv}
+    if heads.turned is heads.product:  # an adapter's term is added to rows without RoPE
+        q, reader = f"{layer_of(step.name)}q", steps[f"{layer_of(step.name)}attn"]
+        inputs = (heads.product.name, "no_rotation", *heads.cache)
+        attrs = {**kept(reader, "n_head"), **plan.kv, "half_split": True}
+        steps.replace(step.name, Step(q, "rope_append", inputs, attrs))
+        steps.replace(reader.name, reader._replace(inputs=(q, *reader.inputs[1:])))
+        return ""
+    inputs = (heads.product.name, heads.frequencies, *heads.cache, *heads.gammas)
     if heads.norms:
         attrs |= kept(heads.norms, "eps", "values")
         return heads.replace(steps, "qk_norm_append", inputs, attrs)
@@ -398,6 +423,32 @@ def hi_lo_weights(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     return ""
 
 
+@rule("gelu")
+def gelus(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """GELU of a product to which an adapter's term is added -> activate"""
+    _activate(steps, step, (*step.inputs, ""), {"gelu": True}, plan)
+    return ""
+
+
+def _activate(
+    steps: Steps, step: Step, inputs: tuple[str, ...], attrs: Mapping[str, Any], plan: DecodingPlan
+) -> None:
+    """Replace an activation by a step that can store an operand, as products that fuse it can."""
+    by = Step(step.name, "activate", inputs, attrs, "float32")
+    steps.replace(step.name, by)
+    _store(steps, by, plan, None)
+
+
+@rule(LOW_RANK)
+def terms(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """an adapter's term reads floats as the values that products of many rows read"""
+    w = matrix_of(step.inputs[2].removesuffix(".lora_a")).replace("w_gate_up", "w_gate")
+    if step.attrs.get("stored") or w not in plan.terms:
+        return "x is stored so, or no product reads such values"
+    steps.replace(step.name, changed(step, operand=plan.terms[w]))
+    return ""
+
+
 @rule("delta_spans", "delta_rule")
 def delta_steps(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """gated delta nets: later rows of a slot than its first may be refused"""
@@ -415,7 +466,8 @@ def convolutions(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 
 RULES: tuple[Rule[DecodingPlan], ...] = (
     products, norms, operands, operands_of_products, gates, linear_qkv, rope_product,
-    attention_append, rope_append, attention, hi_lo_weights, delta_steps, convolutions,
+    attention_append, rope_append, attention, hi_lo_weights, gelus, terms, delta_steps,
+    convolutions,
 )  # fmt: skip
 
 

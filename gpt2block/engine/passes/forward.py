@@ -35,6 +35,7 @@ class Pass:
     layers: Value = None  # the rows of all layers' embeddings, if the architecture has them
     spans: Value = None  # the result of `delta_spans`
     stream: Value = "stream"  # rows of another model's residual stream, if the model reads them
+    row: Value = "row"  # the sequence of each row that products read
 
     def __init__(
         self,
@@ -100,11 +101,21 @@ class Pass:
 
         add: the name of the sum, and the residual. gelu: the name of the result of GELU.
         """
-        a = self.in_order(name, a, w)
-        y = self.do(name, "matmul_bias", (a, w, bias))
-        if gelu:
-            y = self.do(gelu, "gelu", (y,))
-        return self.do(add[0], "add", (add[1], y)) if add[0] else y
+        ordered = self.in_order(name, a, w)
+        adapted = self.do.has(f"{w}.lora_a")  # an adapter's term is added to the residual sum, too
+        end = add[0] or name
+        base = f"{end}_base" if adapted else end
+        y = self.do(name if add[0] else base, "matmul_bias", (ordered, w, bias))
+        if add[0]:
+            y = self.do(base, "add", (add[1], y))
+        if adapted:
+            y = self.add_low_rank(end, w, a, y)
+        return self.do(gelu, "gelu", (y,)) if gelu else y
+
+    def add_low_rank(self, name: str, w: str, x: Value, y: Value, up: Value = "") -> Value:
+        """Add the terms of adapters to y = x @ w, and to `up` if w's factors have its columns."""
+        factors = (f"{w}.lora_a", f"{w}.lora_b", f"{w}.lora_spans", self.row, "adapter")
+        return self.do(name, "add_low_rank", (y, x, *factors, up))
 
     def operand(self, name: str, x: Value) -> Value:
         """Convert rows that no norm precedes to the format of the products that read them."""
@@ -180,10 +191,18 @@ class Pass:
         return self.do(f"{h}conv", "short_conv", inputs)
 
     def gated(self, h: str, x: Value) -> Value:
-        """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set."""
-        x = self.in_order(f"{h}gate", x, f"{h}w_up")  # w_gate has the same order
-        gate = self.do(f"{h}gate", "matmul_bias", (x, f"{h}w_gate", f"{h}b_gate"))
-        up = self.do(f"{h}up", "matmul_bias", (x, f"{h}w_up", f"{h}b_up"))
+        """Compute silu(gate) * up, or gelu(gate) * up if `PassSettings.gelu` is set.
+
+        Adapters have the factors of both products under one name.
+        """
+        factors = f"{h}w_gate_up"
+        adapted = self.do.has(f"{factors}.lora_a")
+        ordered = self.in_order(f"{h}gate", x, f"{h}w_up")  # w_gate has the same order
+        inputs = ordered, f"{h}w_gate", f"{h}b_gate"
+        gate = self.do(f"{h}gate{'_base' * adapted}", "matmul_bias", inputs)
+        up = self.do(f"{h}up", "matmul_bias", (ordered, f"{h}w_up", f"{h}b_up"))
+        if adapted:
+            gate = self.add_low_rank(f"{h}gate", factors, x, gate, up)
         return self.do(f"{h}ff", "silu_mul", (gate, up), **self.c.gate)
 
     def gated_by_layer(self, h: str, gate: Value) -> Value:
@@ -199,6 +218,7 @@ class Pass:
         """Return each sequence's last row of x and of y."""
         if self.c.layers:
             self.layers = self.do("last.layers", "take", (self.layers, "last"))
+        self.row = "last_row"
         return self.do("last.x", "take", (x, "last")), self.do("last.attn", "take", (y, "last"))
 
     def before_last_norm(self, x: Value) -> Value:
@@ -245,6 +265,7 @@ class NumpyPass(Pass):
         return x, y
 
     def before_last_norm(self, x: Value) -> Value:
+        self.row = "last_row"
         return self.do("last.x", "take", (x, "last"))
 
 
@@ -284,7 +305,7 @@ def forward(o: Pass, of: Architecture, config: ModelConfig, want: Want | None) -
     last = o.last_rows(x, y) if want == "last" else (x, y)
     if o.drafts:
         every = copy(o)
-        every.do = Renamed(o.do, EVERY)
+        every.do, every.row = Renamed(o.do, EVERY), "row"
         of.feed_forward(every, end, x, y)
     if want is None:
         return None

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gpt2block.cuda.formats import cache_option
-from gpt2block.engine.passes.decoding_rules import OVERWRITTEN, DecodingPlan, decoding_steps
+from gpt2block.engine.passes.decoding_rules import (
+    LOW_RANK,
+    OVERWRITTEN,
+    DecodingPlan,
+    decoding_steps,
+)
 from gpt2block.engine.passes.executor import HI_LO, Step, hi_lo_of
 from gpt2block.engine.passes.forward import EVERY
 from gpt2block.engine.passes.rewriting import (
@@ -34,7 +39,7 @@ PRODUCTS = "matmul_bias", "linear", "gemm"
 # Steps that read 16 bits, besides products; all others read floats.
 READ_16_BITS = (
     *ROPE, "qk_norm", "qk_norm_rope", "attention_packed", "attention_queries", "attention_varlen",
-    "kv_append", "kv_round", "silu_mul",
+    "kv_append", "kv_round", "silu_mul", LOW_RANK,
 )  # fmt: skip
 HEAD = "lm_head", "head"  # products with these weights convert their rows themselves
 OVERWRITTEN_ROWS = {**OVERWRITTEN, **dict.fromkeys(ROPE, 0), "gemm": 3, "cap": 0}
@@ -140,6 +145,9 @@ def products(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     form: dict[str, Any] = {"dtype": "float32"}
     if w != "head":
         form = {} if residual else _format(steps, end, plan)
+        if form.get("dtype") == HI_LO and (adapted := _terms_of(steps, name)):
+            form = {"dtype": "float32"}
+            _convert(steps, adapted, steps.readers(adapted), plan.bounds[adapted])
         w = hi_lo_of(w) if plan.hi_lo else w
     elif plan.hi_lo:
         steps.insert(Step(hi_lo_of(name), "hi_lo", (x,), {}), x)
@@ -151,15 +159,24 @@ def products(steps: Steps, step: Step, plan: PrefillPlan) -> str:
 
 def _format(steps: Steps, step: Step, plan: PrefillPlan) -> dict[str, Any]:
     """Return dtype and bound of the result of a product without residual."""
-    readers = steps.readers(step.name)
+    name = _terms_of(steps, step.name) or step.name
+    readers = steps.readers(name)
     if not plan.hi_lo:
         narrow = readers and all(each.op in (*READ_16_BITS, *PRODUCTS) for each in readers)
         return {"dtype": plan.dtype if narrow else "float32"}
     attended = any(each.op.startswith("attention") for each in readers)
     kept = plan.shape.continued and step.op != "gelu"  # attention over a kv_cache reads floats
-    if (attended or plan.reads_parts(steps, step.name)) and not kept:
-        return {"dtype": HI_LO, "bound": plan.bounds[step.name]}
+    if (attended or plan.reads_parts(steps, name)) and not kept:
+        return {"dtype": HI_LO, "bound": plan.bounds[name]}
     return {"dtype": "float32"}
+
+
+def _terms_of(steps: Steps, name: str) -> str:
+    """Return the name of a product's result after an adapter's term is added to it, or ""."""
+    readers = steps.readers(name)
+    return next(
+        (each.name for each in readers if each.op == LOW_RANK and each.inputs[0] == name), ""
+    )
 
 
 @rule("layernorm", "rmsnorm")
@@ -184,13 +201,18 @@ def norms(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     return ""
 
 
-def _convert(steps: Steps, name: str) -> None:
-    """Insert a step that converts a result to two float16 parts, for the products that read it."""
+def _convert(
+    steps: Steps, name: str, readers: Sequence[Step] | None = None, bound: float | None = None
+) -> None:
+    """Insert a step that converts a result to two float16 parts, for the steps that read it as x.
+
+    readers: by default all products. bound: as in Step.
+    """
     parts = hi_lo_of(name)
-    for each in steps.readers(name):
-        if each.op in PRODUCTS and each.inputs[0] == name:
+    for each in steps.readers(name) if readers is None else readers:
+        if (readers or each.op in PRODUCTS) and each.inputs[0] == name:
             steps.replace(each.name, each._replace(inputs=(parts, *each.inputs[1:])))
-    steps.insert(Step(parts, "hi_lo", (name,), {}), name)
+    steps.insert(Step(parts, "hi_lo", (name,), {}, bound=bound), name)
 
 
 @rule("operand")
@@ -268,12 +290,45 @@ def gates(steps: Steps, step: Step, plan: PrefillPlan) -> str:
     if step.attrs.get("sigmoid"):
         return "an input is no product"
     gate, up = (steps[name] for name in step.inputs)
-    if not plan.shape.gated or gate.inputs[2] or up.inputs[2]:
+    pair = [steps[each.inputs[0]] if each.op == LOW_RANK else each for each in (gate, up)]
+    fits = plan.shape.gated and not any(each.inputs[2] for each in pair)
+    if fits and LOW_RANK in (gate.op, up.op):
+        for each in pair:  # floats until the gate, as in a product with two matrices
+            steps.replace(each.name, each._replace(dtype="float32"))
+        attrs = {**step.attrs, "fast": True}
+        steps.replace(step.name, Step(step.name, "activate", step.inputs, attrs, plan.dtype))
+        return "an adapter's term is added to a product"
+    if not fits:
         if plan.reads_parts(steps, step.name):
             _convert(steps, step.name)
         return "products with these weights have one matrix"
     inputs = (*gate.inputs[:2], "", "", up.inputs[1])
     steps.replace(step.name, Step(step.name, "gemm", inputs, step.attrs), gate.name, up.name)
+    return ""
+
+
+@rule("gelu")
+def gelus(steps: Steps, step: Step, plan: PrefillPlan) -> str:
+    """GELU of a product to which an adapter's term is added -> activate"""
+    attrs = {"gelu": True, "fast": plan.shape.tensor_cores}
+    by = Step(step.name, "activate", (*step.inputs, ""), attrs, plan.dtype)
+    steps.replace(step.name, by)
+    if plan.reads_parts(steps, step.name):
+        _convert(steps, step.name, bound=plan.bounds[step.name])
+    return ""
+
+
+@rule(LOW_RANK)
+def terms(steps: Steps, step: Step, plan: PrefillPlan) -> str:
+    """an adapter's term reads floats where products read two float16 parts"""
+    y, x, *others = step.inputs
+    source = steps[x]
+    if not plan.hi_lo or not (source.dtype == HI_LO or source.op in ("hi_lo", "attention_varlen")):
+        return "the rows are floats, or have 16 bits"
+    floats = source.inputs[0] if source.op == "hi_lo" else f"{x}_floats"
+    if floats not in steps:
+        steps.insert(Step(floats, "take", (x, "every"), {}, "float32"), x)
+    steps.replace(step.name, step._replace(inputs=(y, floats, *others)))
     return ""
 
 
@@ -299,7 +354,8 @@ def last_rows(steps: Steps, step: Step, plan: PrefillPlan) -> str:
 
 
 RULES: tuple[Rule[PrefillPlan], ...] = (
-    products, norms, operands, head_norms, attention, gates, convolutions, last_rows,
+    products, norms, operands, head_norms, attention, gates, gelus, convolutions, last_rows,
+    terms,
 )  # fmt: skip
 
 

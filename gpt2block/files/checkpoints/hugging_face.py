@@ -74,7 +74,7 @@ def read_model(file: Path) -> tuple[ModelConfig, dict[str, Stored]]:
             read, model_args = pytorch.read(shard)
             tensors += read.values()
         else:
-            tensors += _read_header(shard)
+            tensors += read_header(shard)
     if model_args is None:
         source, (config, found) = CONFIG, _read_config(file, tensors)
     else:
@@ -149,7 +149,7 @@ def _files(file: Path) -> list[Path]:
     return [file.parent / name for name in shards]
 
 
-def _read_header(file: Path) -> list[Stored]:
+def read_header(file: Path) -> list[Stored]:
     """Return the tensors of a .safetensors file, labelled with their names in the file.
 
     Source: the format's description in https://github.com/huggingface/safetensors. The library

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import ceil, gcd
 
 from gpt2block.cuda.arrays import CudaArray
-from gpt2block.cuda.kernels import Defines, Geometry, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, float_define, launch_at
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import InputError
 
@@ -116,11 +116,17 @@ def store(w: CudaArray, out: CudaArray, transposed: bool = False) -> Launch:
     return launch_at(STORE_FILE, geometry, (w.view("uint8"), out, R, C), storage=out.dtype.name)
 
 
-def hi_lo(x: CudaArray, parts: CudaArray, scale: CudaArray) -> Launch:
-    """Return a launch that writes `parts` and `scale` of a `HiLoMatrix` for x (..., K)."""
+def hi_lo(
+    x: CudaArray, parts: CudaArray, scale: CudaArray, one_scale: float | None = None
+) -> Launch:
+    """Return a launch that writes `parts` and `scale` of a `HiLoMatrix` for x (..., K).
+
+    one_scale: the scale of all rows, which is stored already.
+    """
     _, rows, K = parts.shape
     width = vector_width(K, parts, x)
-    defines = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", HI_LO_WARPS))
+    sizes = (("SPLIT_WIDTH", width), ("SPLIT_ROWS", HI_LO_WARPS))
+    defines = (*sizes, *float_define("SPLIT_UNIT", one_scale))
     grid = (ceil(rows / HI_LO_WARPS),)
     geometry = Geometry("split_rows", grid, (32 * HI_LO_WARPS,), defines=defines)
     return launch_at(HI_LO_FILE, geometry, (x, parts, scale, rows, K), "float16")

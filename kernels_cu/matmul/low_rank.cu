@@ -1,0 +1,249 @@
+// Low-rank terms of products (LoRA): adds (x a^T) b to rows y, where each row's sequence has its own factors, or none.
+//
+//   h = x a^T   y = y + h b
+//
+//   y (M, N)   x (M, K)   a (R, K), b (R, N), float: the factors of all adapters, one after another
+//   up (M, N), or null: a second y of the same x, whose columns follow those of y. b then has 2 N columns
+//
+//   add_low_rank: for decoding; x and y are float
+//   add_low_rank_narrow: for prompts; x and y have the 16-bit type T
+//   add_low_rank_mixed: for prompts; x has the 16-bit type T, y, a sum with the residual stream, is float
+//
+// Row m belongs to sequence row[m], which has the adapter adapter[row[m]]; a row without either is unchanged. `spans`
+// has a range of rows of a and b for each adapter and tile of TILE columns. So one launch computes products with the
+// same x, such as Q, K and V, whose factors have zeros in the columns of the others.
+//
+//   64 rows of y    a b . a a . b a a a b a a a b ...     their adapters; "." has none
+//   block of a      |     |     first ROWS rows of a |    the next ROWS rows of a
+//
+// A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x
+// is copied to shared memory in chunks. A warp multiplies a chunk by RANKS rows of a: each lane adds products of every
+// 32nd vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result
+// h is in shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds
+// this sum to y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
+//
+// With LOW_RANK_TERMS, the values of x are the sums of their 16-bit terms, as the product has read them: x is stored as
+// terms if there are many rows, else as floats, and a row has the same bits in both cases.
+//
+// Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for
+// the previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
+//
+// grid (tiles, adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
+#include "lib/common.cuh"
+#include "lib/fresh.cuh"
+#include "lib/overlap.cuh"
+#include "lib/sm80.cuh"
+#include "lib/operands.cuh"
+
+#ifndef LOW_RANK_WIDTH  // floats per vector of a: gcd(4, K)
+#define LOW_RANK_WIDTH 4
+#endif
+#ifndef LOW_RANK_SPAN  // most rows of a span, rounded up to a multiple of RANKS
+#define LOW_RANK_SPAN 16
+#endif
+#ifndef LOW_RANK_TERMS  // the kind of 16-bit terms of x (lib/operands.cuh), or 0
+#define LOW_RANK_TERMS 0
+#endif
+#ifndef LOW_RANK_STORED  // whether x is stored as terms
+#define LOW_RANK_STORED 0
+#endif
+#ifndef LOW_RANK_UP  // whether there is `up`
+#define LOW_RANK_UP 0
+#endif
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int TILE = THREADS;             // columns of a block, one per thread
+constexpr int BLOCK_ROWS = 64, ROWS = 8;  // rows of a block, and of a group
+constexpr int RANKS = 4;                  // rows of a that a warp multiplies together
+constexpr int CHUNK = 1024;               // channels of x in shared memory
+constexpr int LINE = 32;                  // floats per line of the cache
+typedef Vec<float, LOW_RANK_WIDTH> Vector;
+
+struct Shared {
+    float x[ROWS][CHUNK], h[LOW_RANK_SPAN][ROWS];
+    int rows[BLOCK_ROWS], found;
+};
+
+__device__ __forceinline__ void prefetch(const float* address) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+#endif
+}
+
+// Loads the values k and k + 1 of row m, each as the sum of its terms. k is even.
+template <typename X>
+__device__ __forceinline__ void load_terms(const X* x, int m, int k, int M, int K, float* to) {
+    unsigned high, low = 0;
+    if constexpr (LOW_RANK_STORED) {
+        const unsigned* const words = reinterpret_cast<const unsigned*>(x);
+        const long long place = operand_place(m, k, M, K);
+        high = __ldcg(words + place);
+        if (has_low()) low = __ldcg(words + low_place(place));
+    } else {
+        float v[2];
+        load_fresh<X, 2>(x + (long long)m * K + k).unpack(v);
+        split_pair<LOW_RANK_TERMS>(v[0], v[1], 1.0f, high, low);
+    }
+    float first[2], second[2];
+    if (LOW_RANK_TERMS == BF16_TERMS) unpack2_bf16(high, first), unpack2_bf16(low, second);
+    else unpack2_fp16(high, first), unpack2_fp16(low, second);
+    to[0] = first[0] + second[0], to[1] = first[1] + second[1];
+}
+
+// Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
+template <typename X, typename Y>
+__device__ __forceinline__ void add_terms(
+    const X* x, const float* a, const float* b, const int* spans, const int* row, const int* adapter, Y* y, Y* up,
+    int M, int N, int K, int B) {
+    extern __shared__ float4 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int columns = LOW_RANK_UP ? 2 * N : N;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.y;
+    const int* span = spans + 2 * (own * gridDim.x + blockIdx.x);
+    const int first = __ldg(span), count = __ldg(span + 1) - first;
+    const int begin = blockIdx.z * BLOCK_ROWS, end = min(M, begin + BLOCK_ROWS);
+    const int column = blockIdx.x * TILE + threadIdx.x;
+    a += (long long)first * K;
+    b += (long long)first * columns;
+
+    bool used = false;  // whether a row has had the adapter lately: no result depends on it
+    if (begin + threadIdx.x < end) {
+        const int r = load_racing(row + begin + threadIdx.x);
+        used = r >= 0 && r < B && load_racing(adapter + r) == own;
+    }
+    if (__syncthreads_or(used)) {
+        for (int i = threadIdx.x * LINE; i < count * K; i += THREADS * LINE) prefetch(a + i);
+        for (int j = warp; j < count; j += WARPS) {
+            const int n = blockIdx.x * TILE + lane * LINE;
+            if (n < min(columns, (blockIdx.x + 1) * TILE)) prefetch(b + (long long)j * columns + n);
+        }
+    }
+    let_next_start();
+    wait_for_previous();
+    if (count == 0) return;
+    if (warp == 0) {
+        int before = 0;
+        for (int m = begin + lane; m < begin + BLOCK_ROWS; m += 32) {
+            const int r = m < end ? __ldcg(row + m) : -1;
+            const bool has = r >= 0 && r < B && __ldcg(adapter + r) == own;
+            const unsigned votes = __ballot_sync(0xffffffffu, has);
+            if (has) shared.rows[before + __popc(votes & ((1u << lane) - 1))] = m;
+            before += __popc(votes);
+        }
+        if (lane == 0) shared.found = before;
+    }
+    __syncthreads();
+
+    for (int group = 0; group < shared.found; group += ROWS) {
+        const int n = min(ROWS, shared.found - group);
+        const int* const rows = shared.rows + group;
+        for (int at = 0; at < K; at += CHUNK) {
+            const int channels = min(CHUNK, K - at);
+            __syncthreads();  // all warps have read x, and the h, of before
+            constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH;
+#pragma unroll 4
+            for (int i = threadIdx.x * COPIED; i < n * CHUNK; i += THREADS * COPIED) {
+                const int r = i / CHUNK, k = i % CHUNK;
+                if (k >= channels) continue;
+                if constexpr (LOW_RANK_TERMS) {
+                    load_terms(x, rows[r], at + k, M, K, &shared.x[r][k]);
+                    continue;
+                }
+                float v[LOW_RANK_WIDTH];
+                load_fresh<X, LOW_RANK_WIDTH>(x + (long long)rows[r] * K + at + k).unpack(v);
+                Vector::store(&shared.x[r][k], v);
+            }
+            __syncthreads();
+            for (int j = RANKS * warp; j < count; j += RANKS * WARPS) {
+                float sums[RANKS][ROWS] = {};
+#pragma unroll 2
+                for (int k = lane * LOW_RANK_WIDTH; k < channels; k += 32 * LOW_RANK_WIDTH) {
+                    float v[RANKS][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
+#pragma unroll
+                    for (int p = 0; p < RANKS; ++p) {  // rows after the span repeat its last one
+                        Vector::load(a + (long long)min(j + p, count - 1) * K + at + k).unpack(v[p]);
+                    }
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        if (r >= n) break;
+                        Vector{*reinterpret_cast<const Vector::Raw*>(&shared.x[r][k])}.unpack(own_x);
+#pragma unroll
+                        for (int e = 0; e < RANKS * LOW_RANK_WIDTH; ++e) {
+                            const int p = e / LOW_RANK_WIDTH, c = e % LOW_RANK_WIDTH;
+                            sums[p][r] = fmaf(own_x[c], v[p][c], sums[p][r]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int e = 0; e < RANKS * ROWS; ++e) {
+                    const int p = e % RANKS, r = e / RANKS;
+                    if (r >= n) break;
+                    const float sum = lanes_sum<32>(sums[p][r]);
+                    if (lane == 0) shared.h[j + p][r] = at ? shared.h[j + p][r] + sum : sum;
+                }
+            }
+        }
+        __syncthreads();
+        if (column >= columns) continue;
+        Y* const out = LOW_RANK_UP && column >= N ? up + column - N : y + column;
+        float sums[ROWS] = {}, old[ROWS] = {};
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r < n) old[r] = widen(out[(long long)rows[r] * N]);
+        }
+#pragma unroll 8
+        for (int j = 0; j < count; ++j) {
+            const float v = __ldg(b + (long long)j * columns + column);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                if (r < n) sums[r] = fmaf(shared.h[j][r], v, sums[r]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r < n) narrow_to(out[(long long)rows[r] * N], old[r] + sums[r]);
+        }
+    }
+}
+
+// Launched by operation (variant): add_low_rank (terms)
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank(
+    const float* x,               // (M, K)
+    const float* __restrict__ a,  // (R, K)
+    const float* __restrict__ b,  // (R, N), or (R, 2N)
+    const int* spans,             // (adapters, tiles, 2)
+    const int* row,               // (M)
+    const int* adapter,           // (B)
+    float* y,                     // (M, N)
+    float* up,                    // (M, N), or null
+    int M, int N, int K, int B) {
+    add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
+}
+
+// Launched by operation (variant): add_low_rank (terms)
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_narrow(
+    const T* x,                   // (M, K)
+    const float* __restrict__ a,  // (R, K)
+    const float* __restrict__ b,  // (R, N), or (R, 2N)
+    const int* spans,             // (adapters, tiles, 2)
+    const int* row,               // (M)
+    const int* adapter,           // (B)
+    T* y,                         // (M, N)
+    T* up,                        // (M, N), or null
+    int M, int N, int K, int B) {
+    add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
+}
+
+// Launched by operation (variant): add_low_rank (terms)
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_mixed(
+    const T* x,                   // (M, K)
+    const float* __restrict__ a,  // (R, K)
+    const float* __restrict__ b,  // (R, N), or (R, 2N)
+    const int* spans,             // (adapters, tiles, 2)
+    const int* row,               // (M)
+    const int* adapter,           // (B)
+    float* y,                     // (M, N)
+    float* up,                    // (M, N), or null
+    int M, int N, int K, int B) {
+    add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B);
+}
