@@ -5,8 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -137,12 +136,15 @@ class TokenSequence:
         process. The tokens of the copy are then added to this sequence, which finds the stop
         strings.
         """
-        found = copy(self)
-        found.ends = replace(self.ends, stop=(), encoding=None)
-        found.reader = None
-        found.tokens, found.logprobs, found.tops, found.drafted = [], [], [], []
-        found._pieces, found.unwritten = [], frozenset()
-        return found
+        ends = self.ends
+        bare = Ends(ends.max_new_tokens, ends.n_ctx, ends.truncate, (), ends.stop_ids, None)
+        given = self.sampling, bare, self.alternatives, self.rule, self.held, self.exact
+        return _without_text(self.prompt, *given)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle a result of `without_text`, in half the time of pickling its attributes."""
+        given = self.sampling, self.ends, self.alternatives, self.rule, self.held, self.exact
+        return _without_text, (self.prompt.tobytes(), *given)
 
     @cached_property
     def _text(self) -> Text:
@@ -310,6 +312,22 @@ class TokenSequence:
 
 
 Sequences = Sequence[TokenSequence]
+
+
+def _without_text(
+    prompt: Ids | bytes,
+    sampling: Sampling,
+    ends: Ends,
+    alternatives: int,
+    rule: Grammar | None,
+    held: bool,
+    exact: bool,
+) -> TokenSequence:
+    """Return a sequence without tokenizer. prompt: the ids, or their bytes from a pickle."""
+    ids = np.frombuffer(prompt, np.int32) if isinstance(prompt, bytes) else prompt
+    found = TokenSequence(ids, sampling, None, ends, alternatives, rule)
+    found.held, found.exact = held, exact
+    return found
 
 
 class Text:
