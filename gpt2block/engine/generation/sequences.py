@@ -138,13 +138,14 @@ class TokenSequence:
         """
         ends = self.ends
         bare = Ends(ends.max_new_tokens, ends.n_ctx, ends.truncate, (), ends.stop_ids, None)
-        given = self.sampling, bare, self.alternatives, self.rule, self.held, self.exact
-        return _without_text(self.prompt, *given)
+        found = TokenSequence(self.prompt, self.sampling, None, bare, self.alternatives, self.rule)
+        found.held, found.exact = self.held, self.exact
+        return found
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a result of `without_text`, in half the time of pickling its attributes."""
-        given = self.sampling, self.ends, self.alternatives, self.rule, self.held, self.exact
-        return _without_text, (self.prompt.tobytes(), *given)
+        given = self.sampling, None, self.ends, self.alternatives, self.rule
+        return _of_pickle, (self.prompt.tobytes(), given, self.held, self.exact)
 
     @cached_property
     def _text(self) -> Text:
@@ -314,18 +315,9 @@ class TokenSequence:
 Sequences = Sequence[TokenSequence]
 
 
-def _without_text(
-    prompt: Ids | bytes,
-    sampling: Sampling,
-    ends: Ends,
-    alternatives: int,
-    rule: Grammar | None,
-    held: bool,
-    exact: bool,
-) -> TokenSequence:
-    """Return a sequence without tokenizer. prompt: the ids, or their bytes from a pickle."""
-    ids = np.frombuffer(prompt, np.int32) if isinstance(prompt, bytes) else prompt
-    found = TokenSequence(ids, sampling, None, ends, alternatives, rule)
+def _of_pickle(prompt: bytes, given: tuple[Any, ...], held: bool, exact: bool) -> TokenSequence:
+    """Return a sequence without tokens. prompt: bytes of its ids. given: its further arguments."""
+    found = TokenSequence(np.frombuffer(prompt, np.int32), *given)
     found.held, found.exact = held, exact
     return found
 
