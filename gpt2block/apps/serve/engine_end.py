@@ -118,7 +118,8 @@ class EngineEnd:
         """End a call, or the sequences of a request, which get no more tokens."""
         if task := self._calls.get(number):
             task.cancel()
-        self._service.cancel(self.sequences.pop(number, ()))
+        if left := [each for each in self.sequences.pop(number, ()) if not each.finish_reason]:
+            self._service.cancel(left)
 
     def note(self, name: str, *arguments: object) -> None:
         getattr(self._host.metrics, name)(*arguments)
