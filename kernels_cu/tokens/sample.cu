@@ -152,7 +152,7 @@ __device__ float kth_of_warps(Shared& s, int k) {
     return s.cut;
 }
 
-// draw(), draw_listed() and choose() are not inlined: with them inlined, the kernel would spill registers.
+// filter(), draw() and draw_listed() are not inlined: with them inlined, the kernel would spill registers.
 
 // Draws a token with l >= cut and a mass of at least `part` UNIT. Returns the token in the block whose part of the row
 // contains it, -1 in other blocks.
@@ -222,7 +222,7 @@ __device__ __noinline__ Sums sums(Shared& s, int count, float key, u64 mass) {
 
 // Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens. A candidate is kept if
 // fewer than k tokens have a larger l, and if the masses of tokens with a larger l are less than the fraction p of all.
-__device__ __noinline__ int draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
+__device__ __noinline__ void draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
     __syncthreads();
     if (RANKS > 1) release_to_cluster();  // this block has copied the candidates of the other blocks
     const int own = threadIdx.x / PARTS;
@@ -236,12 +236,11 @@ __device__ __noinline__ int draw_listed(const Row& row, Shared& s, int count, in
     if (own < count && threadIdx.x % PARTS == 0 && by_id.larger <= r && r < by_id.larger + mass) s.token = id;
     __syncthreads();
     if (RANKS > 1) acquire_from_cluster();
-    return rank_in_row() == 0 ? s.token : -1;
 }
 
-// Draws a token of those that top-k, top-p and min-p keep. largest: the largest l that this thread has read, or -inf.
-// Returns the token in one block of the row, -1 in other blocks.
-__device__ __noinline__ int choose(const Row& row, Shared& s, int k, float p, float part, float largest) {
+// Returns the smallest l that top-k and top-p keep, or NaN if s.token is drawn already. largest: the largest l that this
+// thread has read, or -inf.
+__device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float part, float largest) {
     Candidates among = {-INFINITY, 0.0f, ALIVE};
     if (0 < k && k < row.V) {
         Candidates largest_ones = among;
@@ -258,11 +257,14 @@ __device__ __noinline__ int choose(const Row& row, Shared& s, int k, float p, fl
             largest_ones.limit = found.digit + 1.0f;
         }
         if (enough) listed = gather(largest_ones, row, s);
-        if (listed <= LISTED) return draw_listed(row, s, listed, k, p, part);
+        if (listed <= LISTED) {
+            draw_listed(row, s, listed, k, p, part);
+            return __int_as_float(0x7fffffff);
+        }
         among.cut = listed <= LIST ? select(false, row, s, listed, k) : min_kept(row, s, among, k, -1.0f);
         // min_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
     }
-    return draw(row, s, p < 1.0f ? min_kept(row, s, among, 0, p) : among.cut, part);
+    return p < 1.0f ? min_kept(row, s, among, 0, p) : among.cut;
 }
 
 // grid (M SAMPLE_CLUSTER), block (SAMPLE_THREADS)
@@ -354,7 +356,8 @@ extern "C" __global__ void __cluster_dims__(SAMPLE_CLUSTER, 1, 1) __launch_bound
             values.scale = fminf(values.inverse * (FINE / NEAR), 1e38f);
         }
         __syncthreads();
-        id = choose(values, s, k, p, part, largest);
+        const float cut = filter(values, s, k, p, part, largest);
+        id = cut == cut ? draw(values, s, cut, part) : rank == 0 ? s.token : -1;
     }
     if (thread > 0 || id < 0) return;
     b = sequence();  // recomputed, because a register for it would spill
