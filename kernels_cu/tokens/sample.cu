@@ -238,7 +238,7 @@ __device__ __noinline__ void draw_listed(const Row& row, Shared& s, int count, i
     if (RANKS > 1) acquire_from_cluster();
 }
 
-// Returns the smallest l that top-k and top-p keep, or NaN if s.token is drawn already. largest: the largest l that this
+// Returns the smallest l that top-k and top-p keep, or NaN if s.token is drawn already. largest: the largest l that the
 // thread has read, or -inf.
 __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, float part, float largest) {
     Candidates among = {-INFINITY, 0.0f, ALIVE};
