@@ -36,16 +36,20 @@ from gpt2block.ops import delta
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
 from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
 from gpt2block.ops.engines import attention_tiles as tiles
-from gpt2block.ops.engines.attention_tiles import (
-    MAX_BLOCKS,
-    MMA_HEADS,
-    TENSOR_HEADS,
-    AttentionSizes,
-)
+from gpt2block.ops.engines.attention_tiles import MAX_BLOCKS, TENSOR_HEADS, AttentionSizes
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import needs_mma, needs_wgmma
+from gpt2block.ops.operation import (
+    REQUIRED,
+    Operation,
+    Refused,
+    Workload,
+    accept,
+    refuse,
+    supports,
+    variant,
+)
+from gpt2block.ops.products import limits, needs_mma, needs_wgmma
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
 
@@ -283,18 +287,13 @@ def _tiles(c: Call) -> Launch:
 def _mma(c: Call) -> Launch:
     """Launch variant `mma`, which is bitwise equal to `attention`'s mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    needs_mma(": use variant tiles")
-    if c.fp8_cache is not None or c.storage not in SIXTEEN_BITS:
-        raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
-    if HS not in MMA_HEADS:
-        raise UnsupportedCall(
-            f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
-        )
+    accept(needs_mma(": use variant tiles"))
+    types = "takes qkv, k and v of float16 or bfloat16: use variant tiles"
+    refuse((c.fp8_cache is not None or c.storage not in SIXTEEN_BITS, types))
+    accept(tiles.mma_takes(HS, ": use variant tiles"))
     c.check_addresses("qkv", "k", "v", "out")
-    sms = device_attribute("MultiProcessorCount")
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
-    plain, together = tiles.mma_geometry(sizes, sms=sms, max_shared=max_shared)
+    plain, together = tiles.mma_geometry(sizes, **limits())
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
@@ -315,12 +314,10 @@ def _wgmma(c: Call) -> Any:
     Results are bitwise equal to `attention`'s variant wgmma over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    needs_wgmma(": use variant mma")
-    if c.storage not in SIXTEEN_BITS:
-        raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
-    if HS not in TENSOR_HEADS:
-        takes = " and ".join(map(str, TENSOR_HEADS))
-        raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
+    accept(needs_wgmma(": use variant mma"))
+    types = "takes qkv of float16 or bfloat16: use variant tiles"
+    refuse((c.storage not in SIXTEEN_BITS, types))
+    accept(tiles.wgmma_takes(HS))
     c.check_addresses("qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
     sms = device_attribute("MultiProcessorCount")
@@ -342,8 +339,7 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
 
     kv_dtype: FP8 format of the kv_cache, or None.
     """
-    on_hopper = gpu().has_wgmma and head_size in TENSOR_HEADS
-    return kv_dtype is None or on_hopper
+    return kv_dtype is None or supports(tiles.wgmma_takes(head_size))
 
 
 def _packed(unchecked: UncheckedCall) -> Call:
@@ -408,13 +404,16 @@ def _append_and_split(c: Call) -> Launch:
             f"qkv {c.qkv.shape}: expected {c.n_head} heads of {c.D} channels, as gamma_q has, then "
             f"twice the {c.C} channels of k, and {c.D // 2} rotations in by, got {c.H}"
         )
-    if c.D not in HEADS_WITH_NORMS:
-        raise UnsupportedCall(
-            f"head size {c.D}: takes {', '.join(map(str, HEADS_WITH_NORMS))}: use qk_norm_append"
-        )
+    accept(_normalizes(c.D))
     c.check_addresses("by", "gamma_q", "gamma_k")
     of_token = {"by": c.by, "gamma_q": c.gamma_q, "gamma_k": c.gamma_k, "eps": c.eps}
     return _split_launch(c, APPEND_SPLIT, "qkv", **of_token)
+
+
+def _normalizes(head_size: int) -> Refused | None:
+    takes = ", ".join(map(str, HEADS_WITH_NORMS))
+    why = f"head size {head_size}: takes {takes}: use qk_norm_append"
+    return Refused.first((head_size not in HEADS_WITH_NORMS, why))
 
 
 def fuses_norms(head_size: int) -> bool:
@@ -422,7 +421,7 @@ def fuses_norms(head_size: int) -> bool:
 
     If kernels overlap, qk_norm_append adds less time to a step than its work adds to attention.
     """
-    return not gpu().has_overlap and head_size in HEADS_WITH_NORMS
+    return not gpu().has_overlap and supports(_normalizes(head_size))
 
 
 def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
@@ -486,8 +485,7 @@ def _append(c: Call) -> Launch:
 
 @variant("append split", APPEND_HI_LO, "kv_append_split")
 def _append_hi_lo(c: Call) -> Launch:
-    if c.storage != HI_LO:
-        raise UnsupportedCall("qkv: expected a HiLoMatrix")
+    refuse((c.storage != HI_LO, "qkv: expected a HiLoMatrix"))
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)

@@ -40,8 +40,8 @@ from gpt2block.ops.engines import gemm_wgmma as wgmma
 from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, needs_mma
+from gpt2block.ops.operation import Operation, Workload, accept, variant
+from gpt2block.ops.products import MULTIPLE, SMALL, limits, needs_mma, needs_wgmma
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -116,9 +116,8 @@ def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
 
 
 def _mma_geometry(c: Call) -> Geometry:
-    max_shared, gated = device_attribute("MaxSharedMemoryPerBlockOptin"), c.up is not None
-    more: dict[str, Any] = {"gated": gated, "copies": gpu().has_bf16, "max_shared": max_shared}
-    return mma.geometry(*c.sizes, **more, **_constants(c))
+    more: dict[str, Any] = {"gated": c.up is not None, "copies": gpu().has_bf16, **limits()}
+    return mma.geometry(*c.sizes, **{**_constants(c), **more})
 
 
 @variant("split", mma.HI_LO_FILE, mma.HI_LO_KERNEL)
@@ -130,7 +129,7 @@ def _mma_hi_lo(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    needs_mma(": use ops.linear")
+    accept(needs_mma(": use ops.linear"))
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     other = c.residual if c.up is None else c.up.data
@@ -190,8 +189,7 @@ def _wgmma_gguf(c: Call) -> Launch:
 
 @variant("wgmma", wgmma.FILE, wgmma.KERNEL)
 def _wgmma(c: Call) -> Any:
-    if not gpu().has_wgmma:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    accept(needs_wgmma(": use variant mma"))
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.hi_lo:
@@ -328,11 +326,11 @@ def widens(w: WeightMatrix) -> bool:
     TMA needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
     have one type.
     """
-    if not gpu().has_wgmma:
-        return False
     if isinstance(w, GgufMatrix):
-        return not any(begin % wgmma.MAX_ROWS for begin in w.begins)
-    return w.dtype in FP8 and w.K % 16 == 0
+        takes = not any(begin % wgmma.MAX_ROWS for begin in w.begins)
+    else:
+        takes = w.dtype in FP8 and w.K % 16 == 0
+    return takes and gpu().has_wgmma
 
 
 def allocate_stream_k_workspace() -> CudaArray:

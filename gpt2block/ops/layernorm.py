@@ -31,9 +31,9 @@ from gpt2block.ops.operation import (
     Inputs,
     Operation,
     Sizes,
-    UnsupportedCall,
     Workload,
     as_stated,
+    refuse,
     variant,
 )
 from gpt2block.ops.warm import call
@@ -131,25 +131,25 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
     stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
     write a HiLoMatrix.
     """
-    if c.hi_lo and not parts:
-        raise UnsupportedCall("a hi/lo result is for variant narrow alone")
-    if dtype is not None and c.storage != dtype:
-        raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
+    types = f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})"
+    refuse(
+        (c.hi_lo and not parts, "a hi/lo result is for variant narrow alone"),
+        (dtype not in (None, c.storage), types),
+    )
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
     for name in ("mean", "rstd") if stats else ():
         c.output(name)
 
 
-def _options(c: Call) -> bool:
-    """Whether the caller passes a block size, or an array for mean or rstd."""
-    return bool(c.requested or c.mean is not None or c.rstd is not None)
+def _refuse_options(c: Call, reason: str) -> None:
+    """Raise UnsupportedCall if the caller passes a block size, or an array for mean or rstd."""
+    refuse((c.requested or c.mean is not None or c.rstd is not None, reason))
 
 
 @variant("skeleton", SKELETON, "layernorm768_kernel", "layernorm_kernel", source=CHALLENGE)
 def _skeleton(c: Call) -> Launch:
-    if _options(c):
-        raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
+    _refuse_options(c, "block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.output("out"), c.gamma, c.beta, c.rows, *width)
@@ -230,8 +230,7 @@ def _rows(c: Call) -> Launch:
     source="gpt2block",
 )
 def _narrow(c: Call) -> Launch:
-    if _options(c):
-        raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
+    _refuse_options(c, "narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     out = c.output("out")
     written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.hi_lo else (out, ())
@@ -247,8 +246,7 @@ def _narrow(c: Call) -> Launch:
 )
 def _decode(c: Call) -> Launch:
     """Launch `decode`: one warp per row, with rows divided among as many blocks as possible."""
-    if _options(c):
-        raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
+    _refuse_options(c, "decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
     c.check_addresses("x", "gamma", "beta", "out", loaded=loaded)

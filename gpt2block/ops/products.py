@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import WEIGHTS, Defines
+from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Parts
-from gpt2block.ops.operation import UnsupportedCall
+from gpt2block.ops.call import Call, Parts
+from gpt2block.ops.operands import Operand
+from gpt2block.ops.operation import Refused
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
 # Sizes of products for checks, no multiples of blocks and vectors
@@ -19,17 +23,79 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 Tile = TypeVar("Tile")
 
 
-def needs_mma(instead: str = "", floats: bool = False) -> None:
-    """Raise UnsupportedCall on a GPU without mma.sync. instead: advice. floats: of float32."""
-    if not (gpu().has_bf16 if floats else gpu().has_mma):
-        least = "8.0" if floats else "7.5"
-        raise UnsupportedCall(f"needs a GPU of compute capability {least} or newer{instead}")
+class Product(NamedTuple):
+    """The facts by which kernels of decoding plan a product of x (M, K) and weights (N, K).
+
+    dtype: dtype of the weights. norm: the norm of x that the kernel computes, 0 none, 1 LayerNorm,
+    2 RMSNorm. up, residual: whether there is a second matrix, and a residual. rounded: whether x is
+    rounded to one 16-bit term per value. head: channels per head, with RoPE, else 0. blocks: the
+    matrices, if they have GGUF blocks. whole_N: `WeightMatrix.whole_N`, or 0 for N.
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: str
+    norm: int = 0
+    up: bool = False
+    residual: bool = False
+    rounded: bool = False
+    operand: Operand | None = None
+    to_operand: Operand | None = None
+    head: int = 0
+    blocks: tuple[GgufMatrix, ...] = ()
+    whole_N: int = 0  # noqa: N815  (as WeightMatrix.whole_N)
+
+    @classmethod
+    def of(cls, c: Call, head: int = 0) -> Product:
+        """Return the facts of a checked call."""
+        given = vars(c).get
+        norm = 0 if given("gamma") is None else 1 if given("beta") is not None else 2
+        up, residual = (given(name) for name in ("up", "residual"))
+        of_x = c.rounded, given("operand"), given("to_operand"), head
+        blocks = tuple(w for w in (c.w, up) if isinstance(w, GgufMatrix))
+        whole_N = getattr(c.w, "whole_N", 0)
+        sizes = c.M, c.N, c.K, c.w.dtype, norm
+        return cls(*sizes, up is not None, residual is not None, *of_x, blocks, whole_N)
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of both matrices."""
+        return self.N * (1 + self.up)
 
 
-def needs_wgmma(instead: str) -> None:
-    """Raise UnsupportedCall on a GPU without wgmma. instead: advice."""
-    if not gpu().has_wgmma:
-        raise UnsupportedCall(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
+def needs_mma(instead: str = "", floats: bool = False) -> Refused | None:
+    """Return a refusal on a GPU without mma.sync. instead: advice. floats: of float32."""
+    has, least = (gpu().has_bf16, "8.0") if floats else (gpu().has_mma, "7.5")
+    return None if has else Refused(f"needs a GPU of compute capability {least} or newer{instead}")
+
+
+def needs_wgmma(instead: str) -> Refused | None:
+    """Return a refusal on a GPU without wgmma. instead: advice."""
+    has = gpu().has_wgmma
+    return None if has else Refused(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
+
+
+def needs_clusters(instead: str) -> Refused | None:
+    """Return a refusal on a GPU without clusters. instead: advice."""
+    has = gpu().has_clusters
+    return None if has else Refused(f"needs a GPU of compute capability 9.0 or newer{instead}")
+
+
+def same_types(blocks: Sequence[GgufMatrix]) -> Refused | None:
+    """Return a refusal if two matrices of a product have GGUF blocks of different types."""
+    wanted, *others = [w.ranges for w in blocks] or [()]
+    different = [ranges for ranges in others if ranges != wanted]
+    return Refused(f"up: expected types {wanted}, got {different[0]}") if different else None
+
+
+def limits(static: int = 0) -> dict[str, int]:
+    """Return the multiprocessors of the device, and the bytes of shared memory per block.
+
+    static: bytes of static shared memory, which are not included.
+    """
+    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - static
+    return {"sms": device_attribute("MultiProcessorCount"), "max_shared": max_shared}
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:

@@ -20,11 +20,13 @@ from gpt2block.ops.engines.rows import (
 )
 from gpt2block.ops.operation import (
     Operation,
+    Refused,
     Sizes,
-    UnsupportedCall,
     Variant,
     Workload,
+    accept,
     as_stated,
+    supports,
     variant,
 )
 from gpt2block.ops.warm import call
@@ -59,14 +61,15 @@ _online_block = _ladder(
 )
 
 
+def _rows_take(T: int) -> Refused | None:
+    most = f"at most {LONGEST_IN_REGISTERS:,}, which fit in registers: use another variant"
+    return Refused.first((T > LONGEST_IN_REGISTERS, f"rows of {T:,} values: expected {most}"))
+
+
 @variant("rows", FILE, "softmax_forward_kernel4", blocks=ROW_BLOCKS)
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row."""
-    if c.T > LONGEST_IN_REGISTERS:
-        raise UnsupportedCall(
-            f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
-            "registers: use another variant"
-        )
+    accept(_rows_take(c.T))
     width, sms = _width(c), device_attribute("MultiProcessorCount")
     shape = share(c.rows, c.T, width, sms, c.block if c.requested else None)
     defines = _causal(
@@ -86,7 +89,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
     check_rows("scores", c.scores)
-    c.order = (_rows if c.T <= LONGEST_IN_REGISTERS else _online_block,)
+    c.order = (_rows if supports(_rows_take(c.T)) else _online_block,)
     return c
 
 

@@ -29,7 +29,7 @@ from gpt2block.engine.passes.rewriting import (
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
-from gpt2block.ops.operands import CHUNK, Operand
+from gpt2block.ops.operands import CHUNK, Operand, ordered
 
 # All that a layer fuses if its feed-forward is one kernel
 ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
@@ -113,11 +113,6 @@ class Linear(NamedTuple):
 
 def product(step: Step) -> Linear:
     return Linear(*step.inputs)
-
-
-def ordered(operand: Operand | None) -> bool:
-    """Return whether an operand has the order of terms that wgmma and mma with blocks read."""
-    return operand is not None and operand.width > 0
 
 
 def products_of(steps: Steps, name: str) -> list[Step]:

@@ -6,9 +6,20 @@ from functools import lru_cache
 from math import ceil, gcd
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry, size_defines
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.formats import GGUF
+from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
+from gpt2block.ops.engines.linear_mma import (
+    FLOATS_ALONE,
+    ONE_MATRIX,
+    RMSNORM,
+    STATIC,
+    fit,
+    itemsize_of,
+)
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.products import count_tiles, fastest
+from gpt2block.ops.operation import Refused
+from gpt2block.ops.products import Product, count_tiles, fastest, limits
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
@@ -224,3 +235,35 @@ def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
     held = cut.rows == 1 and padded <= HELD * WARP * cut.split
     rows = 0 if held and not norm else cut.rows + 2 * norm
     return rows * padded + cut.split * cut.rows * cut.groups * cut.columns
+
+
+def takes(p: Product) -> Refused | None:
+    """Return a refusal if only kernels on tensor cores support the weights or the rounding of x."""
+    return Refused.first(
+        (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma, or a WeightMatrix"),
+        (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
+        (p.rounded, "does not round x: use variant mma"),
+    )
+
+
+def plan(p: Product) -> Geometry | Refused:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
+    return (
+        Refused.first((p.to_operand, FLOATS_ALONE))
+        or takes(p)
+        or Refused.first(
+            (p.norm == RMSNORM, "takes no gamma without beta: use variant mma"),
+            (p.operand, FLOATS_ALONE),
+            (p.up, ONE_MATRIX),
+        )
+        or fit(
+            geometry(
+                *(p.M, p.N, p.K, itemsize_of(p.dtype)),
+                **limits(STATIC),
+                norm=p.norm > 0,
+                whole_N=p.whole_N,
+                tiled=not gpu().has_bf16,
+            ),
+            p,
+        )
+    )

@@ -8,10 +8,14 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
-from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
+from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, STATIC, TERM_DTYPES, UNIT, splits, takes
 from gpt2block.ops.engines.rows import WARP
-from gpt2block.ops.products import count_tiles, room
+from gpt2block.ops.operands import ordered
+from gpt2block.ops.operation import Refused
+from gpt2block.ops.products import Product, count_tiles, limits, room
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
@@ -189,3 +193,25 @@ def geometry(
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n * tile.groups,)
     return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)
+
+
+def plan(p: Product) -> Geometry | Refused:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
+    alone = gpu().has_clusters or not gpu().has_bf16 or p.dtype not in TERM_DTYPES
+    refused = Refused.first(
+        (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
+        (
+            p.norm,
+            "takes no gamma and beta: use variant mma, or layernorm's variant decode before it",
+        ),
+        (
+            ordered(p.operand) or ordered(p.to_operand) or (p.up and (alone or p.residual)),
+            "takes and gives floats, or terms in their places, of one matrix: use variant wgmma",
+        ),
+    )
+    if refused := refused or takes(p.dtype, p.K, ": use variant matvec"):
+        return refused
+    sizes, card = (p.M, p.outputs, p.K, p.dtype), gpu()
+    copies = {"clusters": card.has_clusters, "copies": card.has_bf16}
+    tile = choose(*sizes, **copies, **limits(STATIC), gated=p.up)
+    return geometry(*sizes, tile, p.operand is not None, p.to_operand is not None, gated=p.up)
