@@ -37,17 +37,9 @@ from gpt2block.ops.engines.attention_tiles import (
     TENSOR_HEADS,
     AttentionSizes,
 )
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Operation,
-    UnsupportedCall,
-    Workload,
-    accept,
-    refuse,
-    supports,
-    variant,
-)
-from gpt2block.ops.products import limits, needs_mma
+from gpt2block.ops.operation import REQUIRED, Operation, Workload, variant
+from gpt2block.ops.products import limits
+from gpt2block.ops.refusal import UnsupportedCall, accept, needs, refuse, supports
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -103,33 +95,27 @@ def naive_geometry(
 
 def _fit_dtype(c: Call, *dtypes: str) -> None:
     expected = f"expected {' or '.join(dtypes[:2])}, got {c.storage}"
-    refuse(
-        (c.storage == HI_LO and HI_LO not in dtypes, "takes no hi/lo matrix: use variant mma"),
-        (c.storage not in dtypes, f"qkv: {expected}: use .astype('{dtypes[0]}')"),
-    )
+    refuse(c.storage == HI_LO and HI_LO not in dtypes, "takes no hi/lo matrix: use variant mma")
+    refuse(c.storage not in dtypes, f"qkv: {expected}: use .astype('{dtypes[0]}')")
 
 
 def _fit_float32(c: Call) -> None:
     _fit_dtype(c, "float32")
     of_one_length = "cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16"
-    refuse((c.cu_seqlens is not None, of_one_length))
+    refuse(c.cu_seqlens is not None, of_one_length)
 
 
 def _fit_naive(c: Call) -> None:
     _fit_float32(c)
-    refuse(
-        (
-            c.softmax_scale is not None,
-            "softmax_scale: divides by the square root of the head size: use variant online",
-        ),
-        (c.window is not None, "window: attends to all earlier tokens: use variant online"),
-    )
+    scales = "softmax_scale: divides by the square root of the head size: use variant online"
+    refuse(c.softmax_scale is not None, scales)
+    refuse(c.window is not None, "window: attends to all earlier tokens: use variant online")
 
 
 def _fit_online(c: Call) -> None:
     _fit_float32(c)
     expected = f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
-    refuse((c.HS > LARGEST_HEAD, expected))
+    refuse(c.HS > LARGEST_HEAD, expected)
 
 
 def _fit_mha(c: Call) -> Geometry:
@@ -139,7 +125,7 @@ def _fit_mha(c: Call) -> Geometry:
     """
     _fit_naive(c)
     _fit_online(c)
-    refuse((c.B > MAX_BATCH, f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences"))
+    refuse(c.B > MAX_BATCH, f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
     defines = tiles.heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
@@ -149,7 +135,7 @@ def _fit_mha(c: Call) -> Geometry:
         f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
         f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"
     )
-    refuse((limit < geometry.shared, too_long))
+    refuse(limit < geometry.shared, too_long)
     return geometry
 
 
@@ -211,7 +197,7 @@ def _online(c: Call) -> Launch:
 
 
 def _fit_mma(c: Call) -> None:
-    accept(needs_mma(": use float32 and variant online"))
+    accept(needs("has_mma", ": use float32 and variant online"))
     _fit_dtype(c, *SIXTEEN_BITS, HI_LO)
     online = f": use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
     accept(tiles.mma_takes(c.HS, online, c.storage == HI_LO))
@@ -241,7 +227,7 @@ def _mma(c: Call) -> Any:
 @variant("wgmma_fp32", WGMMA_HI_LO, "attention_fp32_wgmma", source=OF_HI_LO)
 def _wgmma_hi_lo(c: Call) -> Launch:
     takes = f"of hi/lo matrices it takes {tiles.WGMMA_HI_LO_HEAD}: use variant mma"
-    refuse((c.HS != tiles.WGMMA_HI_LO_HEAD, f"head size {c.HS}: {takes}"))
+    refuse(c.HS != tiles.WGMMA_HI_LO_HEAD, f"head size {c.HS}: {takes}")
     one_scale = c.qkv.one_scale is not None
     sms = device_attribute("MultiProcessorCount")
     geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=sms)

@@ -39,17 +39,9 @@ from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import MAX_BLOCKS, TENSOR_HEADS, AttentionSizes
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Operation,
-    Refused,
-    Workload,
-    accept,
-    refuse,
-    supports,
-    variant,
-)
-from gpt2block.ops.products import limits, needs_mma, needs_wgmma
+from gpt2block.ops.operation import REQUIRED, Operation, Workload, variant
+from gpt2block.ops.products import limits
+from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
 
@@ -287,9 +279,9 @@ def _tiles(c: Call) -> Launch:
 def _mma(c: Call) -> Launch:
     """Launch variant `mma`, which is bitwise equal to `attention`'s mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    accept(needs_mma(": use variant tiles"))
+    accept(needs("has_mma", ": use variant tiles"))
     types = "takes qkv, k and v of float16 or bfloat16: use variant tiles"
-    refuse((c.fp8_cache is not None or c.storage not in SIXTEEN_BITS, types))
+    refuse(c.fp8_cache is not None or c.storage not in SIXTEEN_BITS, types)
     accept(tiles.mma_takes(HS, ": use variant tiles"))
     c.check_addresses("qkv", "k", "v", "out")
     sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
@@ -314,9 +306,9 @@ def _wgmma(c: Call) -> Any:
     Results are bitwise equal to `attention`'s variant wgmma over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    accept(needs_wgmma(": use variant mma"))
+    accept(needs("has_wgmma", ": use variant mma"))
     types = "takes qkv of float16 or bfloat16: use variant tiles"
-    refuse((c.storage not in SIXTEEN_BITS, types))
+    refuse(c.storage not in SIXTEEN_BITS, types)
     accept(tiles.wgmma_takes(HS))
     c.check_addresses("qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
@@ -485,7 +477,7 @@ def _append(c: Call) -> Launch:
 
 @variant("append split", APPEND_HI_LO, "kv_append_split")
 def _append_hi_lo(c: Call) -> Launch:
-    refuse((c.storage != HI_LO, "qkv: expected a HiLoMatrix"))
+    refuse(c.storage != HI_LO, "qkv: expected a HiLoMatrix")
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)

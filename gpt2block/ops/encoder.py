@@ -22,7 +22,8 @@ from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
 from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, Workload, as_stated, refuse, variant
+from gpt2block.ops.operation import Operation, Sizes, Workload, as_stated, variant
+from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 FILE = "learn/embedding/encoder.cu"
@@ -38,7 +39,7 @@ def _args(c: Call) -> tuple[object, ...]:
 def _vector_args(c: Call) -> tuple[object, ...]:
     expected = f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of "
     others = row_alignment(c.C, c.wte, c.wpe, c.output("out")) != 16
-    refuse((others, f"{expected}16 bytes: use variant 1"))
+    refuse(others, f"{expected}16 bytes: use variant 1")
     return _args(c)
 
 

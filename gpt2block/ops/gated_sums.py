@@ -30,24 +30,10 @@ from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, check_rope_heads
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Operation,
-    Refused,
-    Variant,
-    accept,
-    refuse,
-    supports,
-    variant,
-)
-from gpt2block.ops.products import (
-    Product,
-    gate_define,
-    needs_clusters,
-    shared_for_blocks,
-    storage_of,
-)
+from gpt2block.ops.operation import REQUIRED, Operation, Variant, variant
+from gpt2block.ops.products import Product, gate_define, shared_for_blocks, storage_of
 from gpt2block.ops.products import limits as card_limits
+from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -121,24 +107,19 @@ def plan(
 
     dtype: dtype of the weights. types, terms: as in `blocks_geometry`, for GGUF weights.
     """
-    advice = ": use linear" if types else ": use linear and silu_mul"
     if types:
         launch_geometry = blocks_geometry(M, C, H, types, terms, limits())
-        multiple, of_dtype, weights = blocks.COLUMNS, "", ""
+        multiple, of_dtype, weights, advice = blocks.COLUMNS, "", "", ": use linear"
     else:
-        launch_geometry = geometry(M, C, H, dtype, limits())
-        multiple, of_dtype = MULTIPLE, f", {dtype}"
-        weights = f"weights of {', '.join(DTYPES)}, "
-    return (
-        needs_clusters(advice)
-        or launch_geometry
-        or Refused(
-            f"x {(M, C)}, {H:,} channels{of_dtype}: expected up to {MAX_ROWS} rows of up to "
-            f"{MAX_CHANNELS:,} channels, a multiple of {multiple}, equal splits of the channels "
-            f"between the products, {weights}and clusters that fit in {limits().max_shared:,} "
-            f"bytes of shared memory per block{advice}"
-        )
-    )
+        launch_geometry, multiple = geometry(M, C, H, dtype, limits()), MULTIPLE
+        of_dtype, weights = f", {dtype}", f"weights of {', '.join(DTYPES)}, "
+        advice = ": use linear and silu_mul"
+    return needs("has_clusters", advice) or launch_geometry or Refused(
+        f"x {(M, C)}, {H:,} channels{of_dtype}: expected up to {MAX_ROWS} rows of up to "
+        f"{MAX_CHANNELS:,} channels, a multiple of {multiple}, equal splits of the channels "
+        f"between the products, {weights}and clusters that fit in {limits().max_shared:,} bytes "
+        f"of shared memory per block{advice}"
+    )  # fmt: skip
 
 
 def plan_sums(
@@ -151,26 +132,20 @@ def plan_sums(
     """
     most = MAX_ROWS if summed or not head else MAX_ROTATED
     possible = normed_columns(head) if normed else mma.COLUMNS
-    launch_geometry = (
-        Refused.first(
-            (head and K > MAX_CHANNELS, f"K {K:,}: expected up to {MAX_CHANNELS:,}"),
-            (most < M, f"{M:,} rows: expected up to {most}"),
-        )
-        or mma.takes(dtype, K)
-        or Refused.first(
-            (N >= mma.MANY_COLUMNS, f"{N:,} outputs: expected less than {mma.MANY_COLUMNS:,}"),
-            (
-                not possible,
-                f"heads of {head} channels: expected a multiple of 8, at most {PORTABLE} times 32",
-            ),
-        )
-        or mma.geometry(
-            M, N, K, dtype, norm=2 if head else 0, columns=possible, **card_limits(mma.STATIC)
-        )
-        or Refused(f"K {K:,}: a row does not fit in shared memory")
-    )
+    refused = Refused.first(
+        (head and K > MAX_CHANNELS, f"K {K:,}: expected up to {MAX_CHANNELS:,}"),
+        (most < M, f"{M:,} rows: expected up to {most}"),
+        mma.takes(dtype, K),
+        (N >= mma.MANY_COLUMNS, f"{N:,} outputs: expected less than {mma.MANY_COLUMNS:,}"),
+        (not possible,
+         f"heads of {head} channels: expected a multiple of 8, at most {PORTABLE} times 32"),
+    )  # fmt: skip
+    options = {"norm": 2 if head else 0, "columns": possible, **card_limits(mma.STATIC)}
+    launch_geometry = refused or mma.geometry(M, N, K, dtype, **options)
+    if launch_geometry is None:
+        return Refused(f"K {K:,}: a row does not fit in shared memory")
     alone = not normed or not supports(launch_geometry) or mma.columns_of(launch_geometry) >= head
-    refused = None if alone else needs_clusters(", as a head has several blocks")
+    refused = None if alone else needs("has_clusters", ", as a head has several blocks")
     return refused or launch_geometry
 
 
@@ -358,9 +333,9 @@ def normed_columns(D: int) -> tuple[int, ...]:
 
 @variant("gated_sums", FILE, KERNEL)
 def _gated_sums(c: Call) -> Launch:
-    accept(needs_clusters(": use linear and silu_mul"))
+    accept(needs("has_clusters", ": use linear and silu_mul"))
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
-    refuse((len(dtypes) > 1, f"weights of {', '.join(sorted(dtypes))}: expected one dtype"))
+    refuse(len(dtypes) > 1, f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
     launch_geometry = _checked(plan(c.M, c.C, c.H, c.w_gate.dtype), c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
@@ -379,7 +354,7 @@ def types_of(*matrices: WeightMatrix) -> tuple[str, str] | Refused:
 
 @variant("gated_sums_gguf", BLOCKS_FILE, BLOCKS_KERNEL)
 def _gated_blocks(c: Call) -> Launch:
-    accept(needs_clusters(": use linear"))
+    accept(needs("has_clusters", ": use linear"))
     matrices = c.w_gate, c.w_up, c.w_down
     types, terms = accept(types_of(*matrices)), 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
     launch_geometry = _checked(plan(c.M, c.C, c.H, GGUF, types, terms), c)
@@ -390,7 +365,7 @@ def _gated_blocks(c: Call) -> Launch:
 def _checked(of_sizes: Geometry | Refused, c: Call) -> Geometry:
     """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
     launch_geometry, splits = accept(of_sizes), mma.splits(c.H)[0]
-    refuse((c.splits != splits, f"splits: expected {splits}, got {c.splits}"))
+    refuse(c.splits != splits, f"splits: expected {splits}, got {c.splits}")
     c.output("sums")
     c.check_addresses("x", "gamma", "w_gate", "w_up", "w_down", "sums")
     rounding = count_define(rounds(c.x_dtype, c.w_gate.dtype))
@@ -407,7 +382,7 @@ def _check_sums_of_blocks(c: Call) -> None:
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     c.check_addresses("sums")
     dtype = GGUF if c.w_down is None else c.w_down.dtype
-    refuse((dtype != GGUF, f"w is a GgufMatrix, w_down {dtype}: expected a GgufMatrix, too"))
+    refuse(dtype != GGUF, f"w is a GgufMatrix, w_down {dtype}: expected a GgufMatrix, too")
 
 
 def _product(c: Call, epilogue: Epilogue) -> Launch:
@@ -449,7 +424,7 @@ def _rope_sums(c: Call) -> Launch:
 @variant("rope_sums_gguf", blocks.FILE, blocks.KERNEL)
 def _rope_blocks(c: Call) -> tuple[Launch, ...]:
     _check_sums_of_blocks(c)
-    refuse((c.gamma_q is not None, "a GgufMatrix: expected no norms of heads"))
+    refuse(c.gamma_q is not None, "a GgufMatrix: expected no norms of heads")
     c.check_addresses("x", "gamma", "w")
     check_address("by", c.by, 8)
     return blocks.launch(c, append_sums(c))

@@ -40,8 +40,9 @@ from gpt2block.ops.engines import gemm_wgmma as wgmma
 from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
-from gpt2block.ops.operation import Operation, Workload, accept, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, limits, needs_mma, needs_wgmma
+from gpt2block.ops.operation import Operation, Workload, variant
+from gpt2block.ops.products import MULTIPLE, SMALL, limits
+from gpt2block.ops.refusal import accept, needs
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -129,7 +130,7 @@ def _mma_hi_lo(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    accept(needs_mma(": use ops.linear"))
+    accept(needs("has_mma", ": use ops.linear"))
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     other = c.residual if c.up is None else c.up.data
@@ -189,7 +190,7 @@ def _wgmma_gguf(c: Call) -> Launch:
 
 @variant("wgmma", wgmma.FILE, wgmma.KERNEL)
 def _wgmma(c: Call) -> Any:
-    accept(needs_wgmma(": use variant mma"))
+    accept(needs("has_wgmma", ": use variant mma"))
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.hi_lo:

@@ -17,7 +17,8 @@ from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operands import CHUNK
-from gpt2block.ops.operation import Variant, refuse, variant
+from gpt2block.ops.operation import Variant, variant
+from gpt2block.ops.refusal import refuse
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"
@@ -69,7 +70,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
     """Write the rows `ids` of wte to `out`, as `encoder_rows` does. wte must have one GGUF type."""
-    refuse((len(c.wte.ranges) != 1, f"wte: expected a single GGUF type, got {c.wte.ranges}"))
+    refuse(len(c.wte.ranges) != 1, f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
     defines += float_define("GGUF_FACTOR", c.factor, 1.0)
     grid = ceil(c.N / ROW_GROUP), ceil(c.C / UNIT)

@@ -26,16 +26,8 @@ from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
 from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Inputs,
-    Operation,
-    Sizes,
-    Workload,
-    as_stated,
-    refuse,
-    variant,
-)
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, as_stated, variant
+from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
@@ -132,10 +124,8 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
     write a HiLoMatrix.
     """
     types = f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})"
-    refuse(
-        (c.hi_lo and not parts, "a hi/lo result is for variant narrow alone"),
-        (dtype not in (None, c.storage), types),
-    )
+    refuse(c.hi_lo and not parts, "a hi/lo result is for variant narrow alone")
+    refuse(dtype not in (None, c.storage), types)
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
     for name in ("mean", "rstd") if stats else ():
@@ -144,7 +134,7 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
 
 def _refuse_options(c: Call, reason: str) -> None:
     """Raise UnsupportedCall if the caller passes a block size, or an array for mean or rstd."""
-    refuse((c.requested or c.mean is not None or c.rstd is not None, reason))
+    refuse(c.requested or c.mean is not None or c.rstd is not None, reason)
 
 
 @variant("skeleton", SKELETON, "layernorm768_kernel", "layernorm_kernel", source=CHALLENGE)

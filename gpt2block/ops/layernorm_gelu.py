@@ -15,7 +15,8 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import ROW_BLOCKS, share
-from gpt2block.ops.operation import Operation, Workload, as_stated, refuse, variant
+from gpt2block.ops.operation import Operation, Workload, as_stated, variant
+from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 FILE = "learn/layernorm/gelu.cu"
@@ -25,8 +26,8 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     """Return the arguments of variants baseline and optimized, which support no gamma and beta."""
     affine = c.gamma is not None or c.beta is not None
-    refuse((affine, "has no gamma and beta: use variant 'rows'"))
-    refuse((same_memory(c.x, c.output("out")), "out: overlaps x: expected another array"))
+    refuse(affine, "has no gamma and beta: use variant 'rows'")
+    refuse(same_memory(c.x, c.output("out")), "out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
 

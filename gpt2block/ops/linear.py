@@ -52,19 +52,9 @@ from gpt2block.ops.operands import (
     rounds,
     stored_scale,
 )
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Launches,
-    Operation,
-    Refused,
-    Variant,
-    Workload,
-    accept,
-    refuse,
-    supports,
-    variant,
-)
-from gpt2block.ops.products import SMALL, Product, gate_define, limits, needs_mma, storage_of
+from gpt2block.ops.operation import REQUIRED, Launches, Operation, Variant, Workload, variant
+from gpt2block.ops.products import SMALL, Product, gate_define, limits, storage_of
+from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -107,7 +97,7 @@ def operands_of(
     are faster up to 8 rows with wgmma, else up to 16: a step of a 7B model in Q4_K_M (H100) takes
     3.1 ms for 8 rows. For 16 rows it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
-    if dtype == "float32" or needs_mma(floats=dtype == "bfloat16"):
+    if dtype == "float32" or needs("has_bf16" if dtype == "bfloat16" else "has_mma"):
         return {}
     wide = wgmma.operand(dtype, rounded)
     if dtype in (FILE, GGUF):
@@ -216,7 +206,7 @@ def _send_after(c: Call) -> None:
 def _check_sizes(c: Call) -> None:
     """Raise UnsupportedCall if there are more rows or outputs than kernels can index."""
     expected = f"x {c.x.shape}, {c.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
-    refuse((max(c.M, c.N) > MAX_OUTPUTS, expected))
+    refuse(max(c.M, c.N) > MAX_OUTPUTS, expected)
 
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
@@ -289,18 +279,12 @@ def _tiles(c: Call) -> Launches:
         return _by_mma_gguf(c, epilogue=add)
     p, M, N, K, data = Product.of(c), c.M, c.N, c.K, c.w.data
     accept(matvec.takes(p))
-    refuse(
-        (p.norm, "takes no gamma and beta: use variant matvec"),
-        (
-            p.operand or p.to_operand or p.up,
-            "takes and gives floats, of one matrix: use variant wgmma",
-        ),
-        (
-            max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K,
-            f"x {c.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
-            f"and {tiles.MAX_K:,} inputs",
-        ),
-    )
+    floats = "takes and gives floats, of one matrix: use variant wgmma"
+    most = f"at most {tiles.MAX_SIZE:,} rows or outputs, and {tiles.MAX_K:,} inputs"
+    refuse(p.norm, "takes no gamma and beta: use variant matvec")
+    refuse(p.operand or p.to_operand or p.up, floats)
+    too_many = max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K
+    refuse(too_many, f"x {c.x.shape}, w ({N}, {K}): expected {most}")
     _send_after(c)
     geometry = tiles.geometry(
         M,

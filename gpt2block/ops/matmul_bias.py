@@ -14,8 +14,9 @@ from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_a
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
-from gpt2block.ops.operation import Operation, Workload, as_stated, refuse, variant
+from gpt2block.ops.operation import Operation, Workload, as_stated, variant
 from gpt2block.ops.products import count_tiles, fastest
+from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 SKELETON = "learn/matmul/skeleton.cu"
@@ -79,12 +80,12 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
 def _args(c: Call) -> tuple[object, ...]:
     M, K, N = c.rows, c.K, c.N
     expected = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
-    refuse((max(M, K, N) > MAX_SIZE, expected))
+    refuse(max(M, K, N) > MAX_SIZE, expected)
     return c.a, c.w, c.bias, c.output("out"), M, K, N
 
 
 def _tiled_args(c: Call) -> tuple[object, ...]:
-    refuse((c.rows > MAX_ROWS, TOO_MANY_ROWS.format(c.rows)))
+    refuse(c.rows > MAX_ROWS, TOO_MANY_ROWS.format(c.rows))
     return _args(c)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from gpt2block.cuda.launch_lines import default_block, stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
 from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.refusal import UnsupportedCall
 
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
@@ -30,43 +31,7 @@ Inputs = tuple[np.ndarray, ...]
 Launches = Launch | tuple[Launch, ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
-Plan = TypeVar("Plan")
 REQUIRED = object()  # marks an option without a default
-
-
-class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another variant)
-    """A variant does not support a call's dtypes, sizes, alignment or compute capability."""
-
-
-class Refused(NamedTuple):
-    """The reason why a kernel does not support the facts of a call, instead of its plan.
-
-    Code that predicts a kernel asks for the same plan as the kernel's launch.
-    """
-
-    reason: str
-
-    @classmethod
-    def first(cls, *reasons: tuple[object, str]) -> Refused | None:
-        """Return the first reason, of pairs (condition, reason), whose condition is true."""
-        return next((cls(reason) for condition, reason in reasons if condition), None)
-
-
-def accept(plan: Plan | Refused) -> Plan:
-    """Return a plan. Raises UnsupportedCall with the reason if the kernel refused."""
-    if isinstance(plan, Refused):
-        raise UnsupportedCall(plan.reason)
-    return plan
-
-
-def refuse(*reasons: tuple[object, str]) -> None:
-    """Raise UnsupportedCall with the first reason whose condition is true, as `Refused.first`."""
-    accept(Refused.first(*reasons))
-
-
-def supports(plan: object) -> bool:
-    """Return whether a kernel has a plan, or no reason to refuse."""
-    return not isinstance(plan, Refused)
 
 
 @dataclass(frozen=True)

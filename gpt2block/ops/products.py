@@ -7,13 +7,12 @@ from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 from gpt2block.cuda.arrays import device_attribute
-from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import WEIGHTS, Defines
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call, Parts
 from gpt2block.ops.operands import Operand
-from gpt2block.ops.operation import Refused
+from gpt2block.ops.refusal import Refused
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
 # Sizes of products for checks, no multiples of blocks and vectors
@@ -49,37 +48,18 @@ class Product(NamedTuple):
     @classmethod
     def of(cls, c: Call, head: int = 0) -> Product:
         """Return the facts of a checked call."""
-        given = vars(c).get
-        norm = 0 if given("gamma") is None else 1 if given("beta") is not None else 2
-        up, residual = (given(name) for name in ("up", "residual"))
-        of_x = c.rounded, given("operand"), given("to_operand"), head
-        blocks = tuple(w for w in (c.w, up) if isinstance(w, GgufMatrix))
-        whole_N = getattr(c.w, "whole_N", 0)
-        sizes = c.M, c.N, c.K, c.w.dtype, norm
-        return cls(*sizes, up is not None, residual is not None, *of_x, blocks, whole_N)
+        given, blocks = vars(c).get, (c.w, vars(c).get("up"))
+        norm = 0 if given("gamma") is None else 1 + (given("beta") is None)
+        return cls(
+            c.M, c.N, c.K, c.w.dtype, norm, given("up") is not None, given("residual") is not None,
+            c.rounded, given("operand"), given("to_operand"), head,
+            tuple(w for w in blocks if isinstance(w, GgufMatrix)), getattr(c.w, "whole_N", 0),
+        )  # fmt: skip
 
     @property
     def outputs(self) -> int:
         """The outputs of both matrices."""
         return self.N * (1 + self.up)
-
-
-def needs_mma(instead: str = "", floats: bool = False) -> Refused | None:
-    """Return a refusal on a GPU without mma.sync. instead: advice. floats: of float32."""
-    has, least = (gpu().has_bf16, "8.0") if floats else (gpu().has_mma, "7.5")
-    return None if has else Refused(f"needs a GPU of compute capability {least} or newer{instead}")
-
-
-def needs_wgmma(instead: str) -> Refused | None:
-    """Return a refusal on a GPU without wgmma. instead: advice."""
-    has = gpu().has_wgmma
-    return None if has else Refused(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
-
-
-def needs_clusters(instead: str) -> Refused | None:
-    """Return a refusal on a GPU without clusters. instead: advice."""
-    has = gpu().has_clusters
-    return None if has else Refused(f"needs a GPU of compute capability 9.0 or newer{instead}")
 
 
 def same_types(blocks: Sequence[GgufMatrix]) -> Refused | None:

@@ -27,7 +27,8 @@ from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, ROW_BLOCKS, check_rows, share
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
-from gpt2block.ops.operation import Operation, Workload, refuse, variant
+from gpt2block.ops.operation import Operation, Workload, variant
+from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
@@ -88,7 +89,7 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 @variant("stream", STREAM, "rmsnorm_stream", dtypes=("float32",))
 def _stream(c: Call) -> Launch:
     given = c.residual is not None or c.requested
-    refuse((given, "has no residual and no block: use rows"))
+    refuse(given, "has no residual and no block: use rows")
     c.check_addresses("x", "weight", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))

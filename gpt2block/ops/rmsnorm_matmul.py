@@ -28,26 +28,9 @@ from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
-from gpt2block.ops.operation import (
-    Operation,
-    Refused,
-    Sizes,
-    Variant,
-    Workload,
-    accept,
-    refuse,
-    supports,
-    variant,
-)
-from gpt2block.ops.products import (
-    MULTIPLE,
-    SMALL,
-    gate_define,
-    limits,
-    needs_mma,
-    needs_wgmma,
-    storage_of,
-)
+from gpt2block.ops.operation import Operation, Sizes, Variant, Workload, variant
+from gpt2block.ops.products import MULTIPLE, SMALL, gate_define, limits, storage_of
+from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -150,7 +133,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
     )
     most = MAX_BLOCKS * (c.rows // chosen.grid[1])
     too_many = f"x: variant matvec takes about {most:,} rows of K {c.K:,}, got {c.rows:,}"
-    refuse((chosen.grid[1] > MAX_BLOCKS, too_many))
+    refuse(chosen.grid[1] > MAX_BLOCKS, too_many)
     return chosen
 
 
@@ -177,7 +160,8 @@ def _mma_takes(c: Call) -> Refused | None:
     """Return a refusal unless variant mma supports the call."""
     first = c.matrices[0]
     fits = mma.fits(c.N, c.K, c.stride, first.data.itemsize, first.layout)
-    return needs_mma(": use variant matvec") or Refused.first(
+    return Refused.first(
+        needs("has_mma", ": use variant matvec"),
         (c.storage == "float32", "takes float16 and bfloat16: use variant matvec"),
         (
             not (fits and _aligned(c, c.x, c.gamma, c.residual)),
@@ -203,17 +187,13 @@ def _unfused(c: Call) -> tuple[Launch, ...]:
 
 
 def _wgmma(c: Call) -> tuple[Launch, ...]:
-    accept(needs_wgmma(": use variant mma"))
+    accept(needs("has_wgmma", ": use variant mma"))
+    types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
+    refuse(c.storage == "float32" or c.matrices[0].dtype in FP8, types)
     refuse(
-        (
-            c.storage == "float32" or c.matrices[0].dtype in FP8,
-            "takes float16 and bfloat16, and weights of the same: use variant mma or matvec",
-        ),
-        (
-            not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE,
-            "expected K and N in multiples of 8, weights and out on 16 bytes, "
-            f"got K {c.K}, N {c.N}: use variant matvec",
-        ),
+        not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE,
+        "expected K and N in multiples of 8, weights and out on 16 bytes, "
+        f"got K {c.K}, N {c.N}: use variant matvec",
     )
     norm, head_dim = _norm(c), _fused_head_dim(c)
     matrices = tuple(w.data for w in c.matrices)

@@ -18,17 +18,8 @@ from gpt2block.ops.engines.rows import (
     power_of_two,
     share,
 )
-from gpt2block.ops.operation import (
-    Operation,
-    Refused,
-    Sizes,
-    Variant,
-    Workload,
-    accept,
-    as_stated,
-    supports,
-    variant,
-)
+from gpt2block.ops.operation import Operation, Sizes, Variant, Workload, as_stated, variant
+from gpt2block.ops.refusal import Refused, accept, supports
 from gpt2block.ops.warm import call
 
 FILE = "learn/softmax/ladder.cu"

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from gpt2block.cuda.kernels import Defines, Geometry, float_define
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
-from gpt2block.ops.operation import Refused
-from gpt2block.ops.products import needs_wgmma, room
+from gpt2block.ops.products import room
+from gpt2block.ops.refusal import Refused, needs
 
 MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
 WARPS = (4, 2, 1)  # warps per block of variant `online`, fastest first
@@ -56,17 +56,17 @@ def with_scores(geometry: Geometry, c: Call) -> Geometry:
 def mma_takes(head_size: int, instead: str, hi_lo: bool = False) -> Refused | None:
     """Return a refusal unless variant mma supports these heads, of a HiLoMatrix with `hi_lo`."""
     heads = TENSOR_HEADS if hi_lo else MMA_HEADS
-    takes = ", ".join(map(str, heads))
-    return Refused.first(
-        (head_size not in heads, f"head size {head_size}: tensor cores take {takes}{instead}")
-    )
+    takes = f"head size {head_size}: tensor cores take {', '.join(map(str, heads))}{instead}"
+    return Refused.first((head_size not in heads, takes))
 
 
 def wgmma_takes(head_size: int) -> Refused | None:
     """Return a refusal unless variant wgmma supports these heads, on this GPU."""
-    takes = " and ".join(map(str, TENSOR_HEADS))
-    why = f"head size {head_size}: takes {takes}: use variant mma"
-    return needs_wgmma(": use variant mma") or Refused.first((head_size not in TENSOR_HEADS, why))
+    takes = f"takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
+    return Refused.first(
+        needs("has_wgmma", ": use variant mma"),
+        (head_size not in TENSOR_HEADS, f"head size {head_size}: {takes}"),
+    )
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:

@@ -14,8 +14,8 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, cache_dtype, float
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.call import Call, Parts
-from gpt2block.ops.operation import refuse
 from gpt2block.ops.products import storage_of
+from gpt2block.ops.refusal import refuse
 
 
 class Epilogue(NamedTuple):
@@ -63,7 +63,7 @@ def add(c: Call) -> Epilogue:
     args = {"out": c.output("out"), "gelu": int(c.gelu)}
     if c.to_peers is None:
         return Epilogue("ADD", {**args, "residual": c.residual})
-    refuse((c.residual is not None or c.to_operand, "sends floats, without residual"))
+    refuse(c.residual is not None or c.to_operand, "sends floats, without residual")
     return Epilogue("PEERS", {**args, **c.to_peers.args}, defines=c.to_peers.defines)
 
 

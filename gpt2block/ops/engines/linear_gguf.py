@@ -27,16 +27,8 @@ from gpt2block.ops.engines.linear_mma import (
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
-from gpt2block.ops.operation import Refused, accept
-from gpt2block.ops.products import (
-    Product,
-    gate_define,
-    limits,
-    needs_mma,
-    room,
-    same_types,
-    shared_for_blocks,
-)
+from gpt2block.ops.products import Product, gate_define, limits, room, same_types, shared_for_blocks
+from gpt2block.ops.refusal import Refused, accept, needs
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
@@ -333,50 +325,27 @@ def plan(p: Product, workspace: int = 0) -> Geometry | Refused:
     workspace: floats with which blocks can divide K.
     """
     operand, stored, holds = p.operand, p.to_operand, p.rounded and not gpu().has_wgmma
-    reads = operand is not None and operand.for_blocks
-    return (
-        Refused.first(
-            (
-                operand and not (holds and reads and reads_operand(p.K)),
-                f"K {p.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in "
-                "the order of wgmma, and a GPU from 8.0 without wgmma: pass floats",
-            ),
-            (
-                stored and not (operand and stored.for_blocks),
-                f"terms of {stored}, x of {operand or 'floats'}: expected both in the order of "
-                "wgmma",
-            ),
-            (p.dtype != GGUF, "takes a GgufMatrix"),
-        )
-        or needs_mma()
-        or Refused.first(
-            (p.head % BORDER, f"heads of {p.head} channels: expected a multiple of {BORDER}")
-        )
-        or same_types(p.blocks)
-        or Refused.first(
-            (
-                p.norm == RMSNORM and not normalizes(p.M, p.K),
-                f"RMSNorm of {p.M:,} rows of {p.K:,}: expected fewer: use rmsnorm",
-            )
-        )
-        or geometry(
-            *(p.M, p.K, p.blocks[0].ranges),
-            **limits(STATIC),
-            norm=p.norm,
-            up=p.up,
-            rope=p.head,
-            terms=1 if p.rounded else TERMS,
-            clusters=gpu().has_clusters and not holds,
-            holds=holds,
-            operand=operand is not None,
-            summed=stored is not None and stored.summed,
-            workspace=0 if p.norm or p.up else workspace,
-        )
-        or Refused(
-            f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a "
-            "WeightMatrix"
-        )
-    )
+    refused = Refused.first(
+        (operand and not (holds and operand.for_blocks and reads_operand(p.K)),
+         f"K {p.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
+         "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"),
+        (stored and not (operand and stored.for_blocks),
+         f"terms of {stored}, x of {operand or 'floats'}: expected both in the order of wgmma"),
+        (p.dtype != GGUF, "takes a GgufMatrix"),
+        needs("has_mma"),
+        (p.head % BORDER, f"heads of {p.head} channels: expected a multiple of {BORDER}"),
+        same_types(p.blocks),
+        (p.norm == RMSNORM and not normalizes(p.M, p.K),
+         f"RMSNorm of {p.M:,} rows of {p.K:,}: expected fewer: use rmsnorm"),
+    )  # fmt: skip
+    return refused or geometry(
+        p.M, p.K, p.blocks[0].ranges, norm=p.norm, up=p.up, rope=p.head, holds=holds,
+        terms=1 if p.rounded else TERMS, clusters=gpu().has_clusters and not holds,
+        operand=operand is not None, summed=stored is not None and stored.summed,
+        workspace=0 if p.norm or p.up else workspace, **limits(STATIC),
+    ) or Refused(
+        f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
+    )  # fmt: skip
 
 
 def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:

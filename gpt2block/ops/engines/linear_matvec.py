@@ -18,8 +18,8 @@ from gpt2block.ops.engines.linear_mma import (
     itemsize_of,
 )
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.operation import Refused
 from gpt2block.ops.products import Product, count_tiles, fastest, limits
+from gpt2block.ops.refusal import Refused
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
@@ -248,22 +248,13 @@ def takes(p: Product) -> Refused | None:
 
 def plan(p: Product) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
-    return (
-        Refused.first((p.to_operand, FLOATS_ALONE))
-        or takes(p)
-        or Refused.first(
-            (p.norm == RMSNORM, "takes no gamma without beta: use variant mma"),
-            (p.operand, FLOATS_ALONE),
-            (p.up, ONE_MATRIX),
-        )
-        or fit(
-            geometry(
-                *(p.M, p.N, p.K, itemsize_of(p.dtype)),
-                **limits(STATIC),
-                norm=p.norm > 0,
-                whole_N=p.whole_N,
-                tiled=not gpu().has_bf16,
-            ),
-            p,
-        )
+    refused = Refused.first(
+        (p.to_operand, FLOATS_ALONE),
+        takes(p),
+        (p.norm == RMSNORM, "takes no gamma without beta: use variant mma"),
+        (p.operand, FLOATS_ALONE),
+        (p.up, ONE_MATRIX),
     )
+    options = {"norm": p.norm > 0, "whole_N": p.whole_N, "tiled": not gpu().has_bf16}
+    sizes = p.M, p.N, p.K, itemsize_of(p.dtype)
+    return refused or fit(geometry(*sizes, **options, **limits(STATIC)), p)

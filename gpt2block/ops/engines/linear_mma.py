@@ -12,8 +12,8 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, size_defines
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import ordered
-from gpt2block.ops.operation import Refused
-from gpt2block.ops.products import Product, limits, needs_mma
+from gpt2block.ops.products import Product, limits
+from gpt2block.ops.refusal import Refused, needs
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
@@ -221,12 +221,10 @@ def takes(dtype: str, K: int, instead: str = "") -> Refused | None:
     The weights have K inputs, and no GGUF blocks. instead: advice.
     """
     multiple = LOADED // itemsize_of(dtype)
-    return (
-        Refused.first((dtype == GGUF, "takes no GgufMatrix: use variant tiles"))
-        or needs_mma(instead, floats=dtype == "float32")
-        or Refused.first(
-            (K % multiple, f"K {K:,}: expected a multiple of {multiple} for {dtype}{instead}")
-        )
+    return Refused.first(
+        (dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
+        needs("has_bf16" if dtype == "float32" else "has_mma", instead),
+        (K % multiple, f"K {K:,}: expected a multiple of {multiple} for {dtype}{instead}"),
     )
 
 
@@ -248,42 +246,23 @@ def fit(geometry: Geometry | None, p: Product) -> Geometry | Refused:
 
 def plan(p: Product) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
-    of_head = p.head > 0 and (p.head % 16 > 0 or p.N >= MANY_COLUMNS)
-    wide = p.norm == RMSNORM and (p.K > MAX_NORMED or p.outputs >= MANY_COLUMNS)
-    columns, card = PAIRED_COLUMNS if p.up else COLUMNS, gpu()
-    return (
-        Refused.first(
-            (p.to_operand, FLOATS_ALONE),
-            (
-                of_head,
-                f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of 16, and less "
-                f"than {MANY_COLUMNS:,} outputs: use linear and rope_append",
-            ),
-        )
-        or takes(p.dtype, p.K, ": use variant matvec")
-        or Refused.first(
-            (ordered(p.operand), FLOATS_ALONE),
-            (p.up and p.residual, ONE_MATRIX),
-            (
-                wide,
-                f"gamma without beta, K {p.K:,}, {p.outputs:,} outputs: expected up to "
-                f"{MAX_NORMED:,} inputs and less than {MANY_COLUMNS:,} outputs: use rmsnorm "
-                "before it",
-            ),
-        )
-        or fit(
-            geometry(
-                *(p.M, p.outputs, p.K, p.dtype),
-                **limits(STATIC),
-                norm=p.norm,
-                operand=p.operand is not None,
-                columns=columns,
-                overlaps=card.has_overlap,
-                rows_first=not card.has_bf16,
-            ),
-            p,
-        )
-    )
+    columns, card, many = PAIRED_COLUMNS if p.up else COLUMNS, gpu(), p.outputs >= MANY_COLUMNS
+    refused = Refused.first(
+        (p.to_operand, FLOATS_ALONE),
+        (p.head and (p.head % 16 or many),
+         f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of 16, and less than "
+         f"{MANY_COLUMNS:,} outputs: use linear and rope_append"),
+        takes(p.dtype, p.K, ": use variant matvec"),
+        (ordered(p.operand), FLOATS_ALONE),
+        (p.up and p.residual, ONE_MATRIX),
+        (p.norm == RMSNORM and (p.K > MAX_NORMED or many),
+         f"gamma without beta, K {p.K:,}, {p.outputs:,} outputs: expected up to {MAX_NORMED:,} "
+         f"inputs and less than {MANY_COLUMNS:,} outputs: use rmsnorm before it"),
+    )  # fmt: skip
+    return refused or fit(geometry(
+        p.M, p.outputs, p.K, p.dtype, norm=p.norm, operand=p.operand is not None, columns=columns,
+        overlaps=card.has_overlap, rows_first=not card.has_bf16, **limits(STATIC),
+    ), p)  # fmt: skip
 
 
 def most_rows() -> int:

@@ -14,8 +14,8 @@ from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
 from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, STATIC, TERM_DTYPES, UNIT, splits, takes
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operands import ordered
-from gpt2block.ops.operation import Refused
 from gpt2block.ops.products import Product, count_tiles, limits, room
+from gpt2block.ops.refusal import Refused
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
@@ -197,21 +197,19 @@ def geometry(
 
 def plan(p: Product) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
-    alone = gpu().has_clusters or not gpu().has_bf16 or p.dtype not in TERM_DTYPES
+    card, sizes = gpu(), (p.M, p.outputs, p.K, p.dtype)
+    alone = card.has_clusters or not card.has_bf16 or p.dtype not in TERM_DTYPES
+    in_order = ordered(p.operand) or ordered(p.to_operand)
     refused = Refused.first(
         (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
-        (
-            p.norm,
-            "takes no gamma and beta: use variant mma, or layernorm's variant decode before it",
-        ),
-        (
-            ordered(p.operand) or ordered(p.to_operand) or (p.up and (alone or p.residual)),
-            "takes and gives floats, or terms in their places, of one matrix: use variant wgmma",
-        ),
-    )
-    if refused := refused or takes(p.dtype, p.K, ": use variant matvec"):
-        return refused
-    sizes, card = (p.M, p.outputs, p.K, p.dtype), gpu()
+        (p.norm,
+         "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"),
+        (in_order or (p.up and (alone or p.residual)),
+         "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"),
+        takes(p.dtype, p.K, ": use variant matvec"),
+    )  # fmt: skip
     copies = {"clusters": card.has_clusters, "copies": card.has_bf16}
-    tile = choose(*sizes, **copies, **limits(STATIC), gated=p.up)
-    return geometry(*sizes, tile, p.operand is not None, p.to_operand is not None, gated=p.up)
+    operands = p.operand is not None, p.to_operand is not None
+    return refused or geometry(
+        *sizes, choose(*sizes, **copies, **limits(STATIC), gated=p.up), *operands, gated=p.up
+    )

@@ -20,16 +20,8 @@ from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPL
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define, ordered
-from gpt2block.ops.operation import Refused, accept
-from gpt2block.ops.products import (
-    Product,
-    gate_define,
-    limits,
-    needs_wgmma,
-    room,
-    same_types,
-    shared_for_blocks,
-)
+from gpt2block.ops.products import Product, gate_define, limits, room, same_types, shared_for_blocks
+from gpt2block.ops.refusal import Refused, accept, needs
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -326,26 +318,20 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
 
 def plan(p: Product) -> tuple[Geometry, WgmmaLinearTile] | Refused:
     """Return the launch of the kernel for a product, and its tile, or the reason to refuse."""
-    in_blocks, wanted, multiple = p.dtype == GGUF, operand(p.dtype, p.rounded), 2 * ROPE_BOX
-    head = 0 if in_blocks else p.head
+    w, wanted = p.blocks[0] if p.blocks else None, operand(p.dtype, p.rounded)
+    head, multiple = 0 if w else p.head, 2 * ROPE_BOX
     in_order = ordered(p.operand) and (p.to_operand is None or ordered(p.to_operand))
-    w = p.blocks[0] if in_blocks else None
-    refused = needs_wgmma(
-        ": use linear and rope_append" if p.head else ": use variant mma_tiles"
-    ) or Refused.first(
+    refused = Refused.first(
+        needs("has_wgmma", f": use {'linear and rope_append' if p.head else 'variant mma_tiles'}"),
         (head and p.operand != wanted, f"terms of {p.operand}: expected {wanted}"),
         (head % multiple, f"heads of {head} channels: expected a multiple of {multiple}"),
         (not in_order, "takes and gives terms in the order of wgmma: use variant mma_tiles"),
-        (
-            not in_blocks and p.K % BOX,
-            f"K {p.K:,}: expected a multiple of {BOX}: use variant mma_tiles",
-        ),
-        (
-            w and not (p.rounded and takes_blocks(w, p.head)),
-            f"w {w}: expected x rounded, and K in multiples of {UNIT}: pass floats",
-        ),
-    )
-    if refused := refused or same_types(p.blocks):
+        (not w and p.K % BOX, f"K {p.K:,}: expected a multiple of {BOX}: use variant mma_tiles"),
+        (w and not (p.rounded and takes_blocks(w, p.head)),
+         f"w {w}: expected x rounded, and K in multiples of {UNIT}: pass floats"),
+        same_types(p.blocks),
+    )  # fmt: skip
+    if refused:
         return refused
     pair = 2 if p.head else 1
     outputs = [n // pair for _, n in w.ranges] if w else [p.N // pair]
