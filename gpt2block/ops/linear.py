@@ -39,7 +39,14 @@ from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines import linear_tiles as tiles
 from gpt2block.ops.engines import linear_wgmma as wgmma
-from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope, check_rope_heads
+from gpt2block.ops.engines.epilogues import (
+    Ends,
+    Epilogue,
+    add,
+    append,
+    append_rope,
+    check_rope_heads,
+)
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
@@ -54,7 +61,7 @@ from gpt2block.ops.operands import (
 )
 from gpt2block.ops.operation import REQUIRED, Launches, Operation, Variant, Workload, variant
 from gpt2block.ops.products import SMALL, Product, gate_define, limits, storage_of
-from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
+from gpt2block.ops.refusal import accept, needs, refuse, supports
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -149,52 +156,44 @@ def workspace_floats(dtype: str, N: int) -> int:
     dtype: dtype of the weights, "file" for GGUF blocks.
     """
     has = gpu()
-    needs = dtype == FILE and has.has_mma and not has.has_wgmma
-    return blocks.COUNTERS + mma.MAX_SPLITS * blocks.MAX_ROWS * N if needs else 0
+    reads = dtype == FILE and has.has_mma and not has.has_wgmma
+    return blocks.COUNTERS + mma.MAX_SPLITS * blocks.MAX_ROWS * N if reads else 0
 
 
-class FewRows(NamedTuple):
-    """A kernel for few rows of floats.
+def _few_rows(
+    c: Call, file: str, geometry: Geometry, load: int, end: Epilogue, **own: float
+) -> Launch:
+    """Return a Launch of a kernel for few rows of floats.
 
-    plan: returns the launch. load: returns the bytes of w per load of a lane. own: arguments that
-    other kernels do not have.
+    load: bytes of w per load of a lane. own: arguments that other kernels do not have.
     """
-
-    file: str
-    plan: Callable[[Product], Geometry | Refused]
-    load: Callable[[Call], int]
-    own: tuple[str, ...] = ()
-
-    def launch(self, c: Call, epilogue: Ends, head: int = 0) -> Launch:
-        _check_sizes(c)
-        geometry, load = accept(self.plan(Product.of(c, head))), self.load(c)
-        check_address("w", c.w.data, load)
-        c.check_addresses("x", "gamma", "beta", loaded=gcd(4, c.K))
-        args = {name: getattr(c, name) for name in self.own}
-        args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
-        args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
-        defines, end = count_define(c.rounded), epilogue(c)
-        if c.up:
-            check_address("up", c.up.data, load)
-            args |= {"up": c.up.data, "up_scale": c.up.scale}
-            defines += (("DECODE_UP", 1), *gate_define(c.gelu))
-            end = end._replace(args={**end.args, "gelu": 0})
-        return end.launch(self.file, geometry, defines, args, c.w)
-
-
-def _cores_load(c: Call) -> int:
-    size = int(c.w.data.itemsize)
-    return matvec.order(c.w.whole_N, c.K, size)[0] * size
-
-
-CORES = FewRows(matvec.FILE, matvec.plan, _cores_load)
-MMA = FewRows(mma.FILE, mma.plan, lambda c: mma.LOADED, ("x_scale",))
+    check_address("w", c.w.data, load)
+    c.check_addresses("x", "gamma", "beta", loaded=gcd(4, c.K))
+    args = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N, **own}
+    args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
+    defines = count_define(c.rounded)
+    if c.up:
+        check_address("up", c.up.data, load)
+        args |= {"up": c.up.data, "up_scale": c.up.scale}
+        defines += (("DECODE_UP", 1), *gate_define(c.gelu))
+        end = end._replace(args={**end.args, "gelu": 0})
+    return end.launch(file, geometry, defines, args, c.w)
 
 
 def _by_cores(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/cores.cu."""
+    geometry, size = accept(matvec.plan(Product.of(c))), int(c.w.data.itemsize)
+    load = matvec.order(c.w.whole_N, c.K, size)[0] * size
     _send_after(c)
-    return CORES.launch(c, epilogue)
+    return _few_rows(c, matvec.FILE, geometry, load, epilogue(c))
+
+
+def _by_mma(c: Call, epilogue: Ends) -> Launch:
+    """Return a Launch of the kernel in matmul/decode/mma.cu."""
+    geometry, end = accept(mma.plan(Product.of(c))), epilogue(c)
+    rope = (("DECODE_ROPE", end.head),) if end.head else ()
+    end = end._replace(defines=(*end.defines, *rope))
+    return _few_rows(c, mma.FILE, geometry, mma.LOADED, end, x_scale=c.x_scale)
 
 
 def _send_after(c: Call) -> None:
@@ -203,17 +202,10 @@ def _send_after(c: Call) -> None:
         c.after, c.to_peers = (*c.after, c.to_peers.launch(c.output("out"))), None
 
 
-def _check_sizes(c: Call) -> None:
-    """Raise UnsupportedCall if there are more rows or outputs than kernels can index."""
-    expected = f"x {c.x.shape}, {c.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
-    refuse(max(c.M, c.N) > MAX_OUTPUTS, expected)
-
-
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
     geometry = accept(mma_tiles.plan(Product.of(c)))
     _send_after(c)
-    _check_sizes(c)
     c.check_addresses("w", "x", "up")
     defines = count_define(c.rounded)
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N, "K": c.K}
@@ -227,7 +219,6 @@ def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
 
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
-    _check_sizes(c)
     if c.to_peers and (c.w.dtype == GGUF or c.N % 2 or c.to_peers.args["all_columns"] % 2):
         _send_after(c)  # the kernel sends pairs of columns
     return wgmma.launch(c, epilogue(c))
@@ -255,6 +246,8 @@ class Engine(NamedTuple):
         """Return the variant with an epilogue. The name of the variant begins with `prefix`."""
 
         def launch(c: Call) -> Launches:
+            expected = f"x {c.x.shape}, {c.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+            refuse(max(c.M, c.N) > MAX_OUTPUTS, expected)
             return self.launch(c, epilogue)
 
         kernels = self.kernel, *(() if prefix else self.other)
@@ -263,7 +256,7 @@ class Engine(NamedTuple):
 
 ENGINES = (
     Engine("matvec", matvec.FILE, matvec.KERNEL, _by_cores),
-    Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
+    Engine("mma", mma.FILE, mma.KERNEL, _by_mma),
     Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles, (mma_tiles.GATED,)),
     Engine("wgmma", wgmma.FILE, wgmma.KERNEL, _by_wgmma),
 )
@@ -387,7 +380,8 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     of q and k. k and v are as in `linear_qkv`. The host does not read row and position; kernels do
     not store k and v outside the cache. q is bitwise equal to `linear` followed by `rope_append`.
     """
-    c = unchecked.checked(to_operand=None, up=None)
+    absent = dict.fromkeys(("to_operand", "up", "gamma", "beta"))
+    c = unchecked.checked(**absent, eps=0.0, x_scale=1.0)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
     floats = LINEAR_ROPE.variants[c.operand is not None]
@@ -422,20 +416,6 @@ def _check(c: Call) -> None:
     check_operand(c.to_operand, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
 
 
-def _rope_by_mma(c: Call) -> Launch:
-    """Return the Launch of the kernel in matmul/decode/mma.cu with RoPE, for x of floats."""
-    D = 2 * c.P
-    c.gamma, c.beta, c.eps, c.up, c.to_operand, c.x_scale = None, None, 0.0, None, None, 1.0
-    end = append_rope(c)
-    end = end._replace(defines=(*end.defines, ("DECODE_ROPE", D)))
-    return MMA.launch(c, lambda _: end, D)
-
-
-def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
-    """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
-    return wgmma.launch(c, append_rope(c))
-
-
 LINEAR_GGUF = tuple(engine.then(add) for engine in GGUF_ENGINES)
 QKV_GGUF = tuple(engine.then(append, "qkv_") for engine in GGUF_ENGINES)
 ROPE_GGUF = tuple(engine.then(append_rope, "rope_") for engine in GGUF_ENGINES)
@@ -450,10 +430,7 @@ LINEAR_QKV = Operation(
 
 LINEAR_ROPE = Operation(
     name="linear_rope",
-    variants=(
-        Variant("rope_mma", mma.FILE, (mma.KERNEL,), _rope_by_mma),
-        Variant("rope_wgmma", wgmma.FILE, (wgmma.KERNEL,), _rope_by_wgmma),
-    ),
+    variants=tuple(engine.then(append_rope, "rope_") for engine in ENGINES[1::2]),
     options={"n_head": REQUIRED, "operand": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
     parts=ROPE_GGUF,

@@ -46,13 +46,13 @@ class Product(NamedTuple):
     whole_N: int = 0  # noqa: N815  (as WeightMatrix.whole_N)
 
     @classmethod
-    def of(cls, c: Call, head: int = 0) -> Product:
+    def of(cls, c: Call) -> Product:
         """Return the facts of a checked call."""
         given, blocks = vars(c).get, (c.w, vars(c).get("up"))
         norm = 0 if given("gamma") is None else 1 + (given("beta") is None)
         return cls(
             c.M, c.N, c.K, c.w.dtype, norm, given("up") is not None, given("residual") is not None,
-            c.rounded, given("operand"), given("to_operand"), head,
+            c.rounded, given("operand"), given("to_operand"), given("head", 0),
             tuple(w for w in blocks if isinstance(w, GgufMatrix)), getattr(c.w, "whole_N", 0),
         )  # fmt: skip
 

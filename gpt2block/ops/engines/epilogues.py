@@ -81,7 +81,7 @@ def append(c: Call) -> Epilogue:
 
 def append_rope(c: Call) -> Epilogue:
     """Return the epilogue of `linear_rope`, which rotates q and k, and appends k and v."""
-    D = 2 * c.P
+    D: int = c.head
     heads = {"n_head": c.n_head, "n_kv_head": c.C // D, "n_ctx": c.k.shape[1]}
     args = {**_cache(c), **heads, "out": c.output("out"), "rotations": c.by}
     T, grows = cache_dtype(c.w.dtype), growth_defines(c.growth)
@@ -89,13 +89,14 @@ def append_rope(c: Call) -> Epilogue:
 
 
 def check_rope_heads(c: Call) -> None:
-    """Raise InputError unless w has the outputs of whole heads, and the kv_cache the usual dtype.
+    """Set the channels per head, 2P, as c.head, after a check of the outputs of w and of the cache.
 
-    A kv_cache of FP8 has any weights. The heads have 2P channels.
+    Raises InputError unless w has the outputs of whole heads, and the kv_cache the usual dtype. A
+    kv_cache of FP8 has any weights.
     """
     if c.fp8_cache is None:
         check("k", c.k, dtype=cache_dtype(c.w.dtype))
-    D = 2 * c.P
+    c.head = D = 2 * c.P
     N = c.n_head * D + 2 * c.C
     if c.C % D or c.N != N:
         raise InputError(

@@ -355,7 +355,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     matrix of a gated product; and workspace, floats that are 0 before and after each launch, for
     counters, and then for sums. c.rounded: whether x is rounded to one 16-bit term per value.
     """
-    given, p = vars(c).get, Product.of(c, epilogue.head)
+    given, p = vars(c).get, Product.of(c)
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     adds = workspace is not None and epilogue.name == "ADD"
     launch_geometry, norm = accept(plan(p, workspace.size if adds else 0)), p.norm

@@ -352,7 +352,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     For GGUF types with minimums, a launch that sums chunks of x precedes the product, unless x is
     stored with the sums.
     """
-    p = Product.of(c, epilogue.head)
+    p = Product.of(c)
     launch_geometry, tile = accept(plan(p))
     in_blocks, gated = c.w.dtype == GGUF, p.up
     c.check_addresses("x", "w", "up")
