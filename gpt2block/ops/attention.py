@@ -21,7 +21,8 @@ from gpt2block.cuda.arrays import (
     Shape,
     check,
     check_address,
-    device_attribute,
+    max_shared,
+    multiprocessors,
     on_16_bytes,
 )
 from gpt2block.cuda.cards import gpu
@@ -185,10 +186,9 @@ def _naive(c: Call) -> tuple[Launch, ...]:
 def _online(c: Call) -> Launch:
     _fit_online(c)
     check_address("out", c.output("out"))
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     block = c.block if c.requested else None
     sizes, options = (c.B, c.T, c.n_head, c.HS), {"NKV": c.n_kv_head, "block": block}
-    geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared)
+    geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared())
     args = (c.qkv, c.out, c.T, int(c.causal))
     return launch_at(ONLINE, tiles.with_scores(geometry, c), args)
 
@@ -205,9 +205,8 @@ def _fit_mma(c: Call) -> None:
 
 @variant("mma_fp32", MMA_HI_LO, "attention_fp32_mma", source=OF_HI_LO)
 def _hi_lo(c: Call) -> Launch:
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
-    geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared)
+    geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared())
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes[:3], together)
     return launch_at(MMA_HI_LO, tiles.with_scores(geometry, c), args, "float16")
@@ -229,8 +228,7 @@ def _wgmma_hi_lo(c: Call) -> Launch:
     takes = f"of hi/lo matrices it takes {tiles.WGMMA_HI_LO_HEAD}: use variant mma"
     refuse(c.HS != tiles.WGMMA_HI_LO_HEAD, f"head size {c.HS}: {takes}")
     one_scale = c.qkv.one_scale is not None
-    sms = device_attribute("MultiProcessorCount")
-    geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=sms)
+    geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=multiprocessors())
     boxes = tensor_map(c.qkv.parts, (1, tiles.WGMMA_HI_LO_TILE, tiles.WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes[:3], together)
@@ -240,7 +238,7 @@ def _wgmma_hi_lo(c: Call) -> Launch:
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_wgmma_alternate", **OF_WGMMA)
 def _wgmma_few(c: Call) -> Launch:
     """Launch the kernel that variant `wgmma` selects if few sequences make this kernel faster."""
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     return _wgmma_launch(c, WGMMA_ALTERNATE, *tiles.alternate_geometry(c.sizes, sms=sms))
 
 
@@ -250,7 +248,7 @@ def _wgmma(c: Call) -> Any:
     accept(tiles.wgmma_takes(c.HS))
     if c.storage == HI_LO:
         return _wgmma_hi_lo.launch(c)
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     if c.HS == tiles.ALTERNATE_HEAD and tiles.alternates(c.sizes, sms, c.rows):
         return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA, *tiles.wgmma_geometry(c.sizes, sms=sms))
@@ -412,8 +410,7 @@ def hi_lo_fits(head_size: int) -> bool:
 
     The smallest tile of `hi_lo_geometry` has 64 queries and two stages of 32 keys of K and V.
     """
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return head_size in TENSOR_HEADS and 3 * tiles.mma_stage(head_size) <= max_shared
+    return head_size in TENSOR_HEADS and 3 * tiles.mma_stage(head_size) <= max_shared()
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _wgmma)

@@ -25,7 +25,8 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     contiguous,
-    device_attribute,
+    max_shared,
+    multiprocessors,
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import CACHE_WITH_FP8
@@ -267,9 +268,8 @@ def _tiles(c: Call) -> Launch:
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
     c.check_addresses(first, "k", "v", "out")
-    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
-    geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, limit, narrow)
+    geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, max_shared(), narrow)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
     return launch_at(TILES, tiles.with_scores(geometry, c), args, T, cache=c.fp8_cache)
@@ -312,8 +312,7 @@ def _wgmma(c: Call) -> Any:
     accept(tiles.wgmma_takes(HS))
     c.check_addresses("qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
-    sms = device_attribute("MultiProcessorCount")
-    c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=sms)
+    c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=multiprocessors())
     if c.geometry.kernel in _wgmma_few.kernels:
         return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA)
@@ -426,8 +425,8 @@ def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
         fewest = heads[0] // heads[1]
         expected = f"at least {fewest}, the heads of q per head of k"
         check_integer("serves", c.serves, fewest, math.inf, expected)
-    sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
-    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
+    sms, clusters = multiprocessors(), gpu().has_clusters
+    limit = max_shared()
     if file == APPEND_SPLIT:
         limit -= 4 * (MAX_QUERIES + 2) * HEADS_WITH_NORMS[-1]  # static: heads of q, k and v
     geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)

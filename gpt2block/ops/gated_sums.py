@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import check_address, device_attribute
+from gpt2block.cuda.arrays import check_address, max_shared, multiprocessors
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
@@ -79,8 +79,7 @@ class GpuLimits(NamedTuple):
 
 def limits() -> GpuLimits:
     """Return the limits of the current device."""
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return GpuLimits(device_attribute("MultiProcessorCount"), max_shared, gpu().most_clustered)
+    return GpuLimits(multiprocessors(), max_shared(), gpu().most_clustered)
 
 
 @lru_cache(maxsize=1024)
@@ -142,11 +141,10 @@ def plan_sums(
     )  # fmt: skip
     options = {"norm": 2 if head else 0, "columns": possible, **card_limits(mma.STATIC)}
     launch_geometry = refused or mma.geometry(M, N, K, dtype, **options)
-    if launch_geometry is None:
-        return Refused(f"K {K:,}: a row does not fit in shared memory")
-    alone = not normed or not supports(launch_geometry) or mma.columns_of(launch_geometry) >= head
-    refused = None if alone else needs("has_clusters", ", as a head has several blocks")
-    return refused or launch_geometry
+    if isinstance(launch_geometry, Geometry) and normed and mma.columns_of(launch_geometry) < head:
+        refused = needs("has_clusters", ", as a head has several blocks")
+    too_long = Refused(f"K {K:,}: a row does not fit in shared memory")
+    return refused or launch_geometry or too_long
 
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:

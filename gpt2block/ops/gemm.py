@@ -22,7 +22,7 @@ from gpt2block.cuda.arrays import (
     check_address,
     check_apart,
     contiguous,
-    device_attribute,
+    multiprocessors,
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
@@ -105,7 +105,7 @@ def _constants(c: Call) -> dict[str, object]:
         "other_out": c.other_out,
         "scaled": c.scale is not None,
         "early": c.early,
-        "sms": device_attribute("MultiProcessorCount"),
+        "sms": multiprocessors(),
     }
 
 
@@ -340,7 +340,7 @@ def allocate_stream_k_workspace() -> CudaArray:
 
 
 def _workspace_floats() -> int:
-    return wgmma.workspace_floats(device_attribute("MultiProcessorCount"))
+    return wgmma.workspace_floats(multiprocessors())
 
 
 def _check_up(c: Call) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, device_attribute
+from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, multiprocessors
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, size_defines
 from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.errors import InputError
@@ -225,7 +225,7 @@ def _narrow(c: Call) -> Launch:
     out = c.output("out")
     written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.hi_lo else (out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.hi_lo)
     args = (c.x, c.gamma, c.beta, written, *scale, c.eps, c.rows, c.C)
     return launch_at("norms/layernorm_narrow.cu", geometry, args, storage=written.dtype.name)
@@ -240,7 +240,7 @@ def _decode(c: Call) -> Launch:
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
     c.check_addresses("x", "gamma", "beta", "out", loaded=loaded)
-    rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
+    rows = min(MAX_DECODE_ROWS, ceil(c.rows / multiprocessors()))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_OPERAND", c.to_operand))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)

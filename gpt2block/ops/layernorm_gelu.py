@@ -8,7 +8,7 @@ from __future__ import annotations
 from gpt2block.cuda.arrays import (
     CudaArray,
     contiguous,
-    device_attribute,
+    multiprocessors,
     row_alignment,
     same_memory,
 )
@@ -39,8 +39,7 @@ _optimized = as_stated("optimized", FILE, "layernorm_gelu_optimized", _documente
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row. out may be x."""
     width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.output("out")) == 16 else 1
-    sms = device_attribute("MultiProcessorCount")
-    shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
+    shape = share(c.rows, c.C, width, multiprocessors(), c.block if c.requested else None)
     defines = (
         ("LG_HIDDEN", c.C),
         ("LG_WIDTH", width),

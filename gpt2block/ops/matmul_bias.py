@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import WARP
@@ -97,7 +97,7 @@ _coarsened = as_stated("coarsened", LADDER, "matmul_forward_kernel2", _args, sou
 @variant("registers", REGISTERS, "matmul_forward_kernel3", source=LLM_C)
 def _registers(c: Call) -> Launch:
     width = 4 if row_alignment(c.N, c.w, c.output("out")) == 16 else 1
-    chosen = choose_tile(c.rows, c.N, device_attribute("MultiProcessorCount"))
+    chosen = choose_tile(c.rows, c.N, multiprocessors())
     geometry = registers_geometry(*chosen, c.rows, c.N, width)
     return launch_at(REGISTERS, geometry, _args(c))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.arrays import device_attribute
+from gpt2block.cuda.arrays import max_shared, multiprocessors
 from gpt2block.cuda.kernels import WEIGHTS, Defines
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -28,7 +28,8 @@ class Product(NamedTuple):
     dtype: dtype of the weights. norm: the norm of x that the kernel computes, 0 none, 1 LayerNorm,
     2 RMSNorm. up, residual: whether there is a second matrix, and a residual. rounded: whether x is
     rounded to one 16-bit term per value. head: channels per head, with RoPE, else 0. blocks: the
-    matrices, if they have GGUF blocks. whole_N: `WeightMatrix.whole_N`, or 0 for N.
+    matrices, if they have GGUF blocks. whole_N: `WeightMatrix.whole_N`, or 0 for N. workspace:
+    floats of memory with which blocks of a kernel can divide K.
     """
 
     M: int
@@ -44,16 +45,18 @@ class Product(NamedTuple):
     head: int = 0
     blocks: tuple[GgufMatrix, ...] = ()
     whole_N: int = 0  # noqa: N815  (as WeightMatrix.whole_N)
+    workspace: int = 0
 
     @classmethod
     def of(cls, c: Call) -> Product:
         """Return the facts of a checked call."""
-        given, blocks = vars(c).get, (c.w, vars(c).get("up"))
+        given, blocks, workspace = vars(c).get, (c.w, vars(c).get("up")), vars(c).get("workspace")
         norm = 0 if given("gamma") is None else 1 + (given("beta") is None)
         return cls(
             c.M, c.N, c.K, c.w.dtype, norm, given("up") is not None, given("residual") is not None,
             c.rounded, given("operand"), given("to_operand"), given("head", 0),
             tuple(w for w in blocks if isinstance(w, GgufMatrix)), getattr(c.w, "whole_N", 0),
+            0 if workspace is None or c.to_peers else workspace.size,
         )  # fmt: skip
 
     @property
@@ -74,8 +77,7 @@ def limits(static: int = 0) -> dict[str, int]:
 
     static: bytes of static shared memory, which are not included.
     """
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - static
-    return {"sms": device_attribute("MultiProcessorCount"), "max_shared": max_shared}
+    return {"sms": multiprocessors(), "max_shared": max_shared() - static}
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:

@@ -16,8 +16,8 @@ from gpt2block.cuda.arrays import (
     check,
     checked_row_stride,
     contiguous,
-    device_attribute,
     in_rows,
+    multiprocessors,
     row_alignment,
 )
 from gpt2block.cuda.formats import GGUF
@@ -72,8 +72,7 @@ def _rows(c: Call) -> Launch:
     others = row_alignment(c.C, c.weight, c.residual, c.total, c.output("out"))
     width = alignment(c.x.data.ptr, item * stride, others) // item
     block = c.block if c.requested else None
-    sms = device_attribute("MultiProcessorCount")
-    geometry = choose_geometry(c.rows, c.C, width, sms, block, c.residual is not None)
+    geometry = choose_geometry(c.rows, c.C, width, multiprocessors(), block, c.residual is not None)
     args = (c.x, c.residual, c.weight, c.total, c.output("out"), stride, c.eps, c.rows)
     return launch_at(FILE, geometry, args, storage=c.storage)
 

@@ -18,8 +18,8 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     contiguous,
-    device_attribute,
     element_strides,
+    multiprocessors,
     same_memory,
 )
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
@@ -101,9 +101,8 @@ def _pairs(c: Call) -> Launch:
     item = c.x.itemsize
     distances = (c.D // 2 if c.half_split else c.D, *strides, *out_strides)
     aligned = alignment(c.x.data.ptr, c.out.data.ptr, *(item * distance for distance in distances))
-    sms = device_attribute("MultiProcessorCount")
     width, block = aligned // item, c.block if c.requested else None
-    geometry = choose_geometry(c.rows, c.T, c.H, c.D, c.half_split, width, sms, block)
+    geometry = choose_geometry(c.rows, c.T, c.H, c.D, c.half_split, width, multiprocessors(), block)
     pairs = (stride for pair in zip(strides, out_strides, strict=True) for stride in pair)
     args = (c.x, c.out, *pairs, c.start, *exponent_step(c.theta, c.D), c.T, c.H)
     return launch_at(FILE, geometry, args, c.storage)

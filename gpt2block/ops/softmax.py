@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
@@ -61,7 +61,7 @@ def _rows_take(T: int) -> Refused | None:
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row."""
     accept(_rows_take(c.T))
-    width, sms = _width(c), device_attribute("MultiProcessorCount")
+    width, sms = _width(c), multiprocessors()
     shape = share(c.rows, c.T, width, sms, c.block if c.requested else None)
     defines = _causal(
         c,

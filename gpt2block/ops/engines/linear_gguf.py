@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import device_attribute
+from gpt2block.cuda.arrays import max_shared
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, Launch
@@ -310,7 +310,7 @@ def _most(sms: int, blocks: int, cluster: int) -> int:
 def normalizes(M: int, K: int) -> bool:
     """Return whether products of x (M, K) can fuse RMSNorm, which limits the sizes of M and K."""
     if K in LONG_NORMED:
-        return M == 1 and device_attribute("MaxSharedMemoryPerBlockOptin") <= 163 << 10
+        return M == 1 and max_shared() <= 163 << 10
     return M <= MAX_NORMED and K <= UNIT * MAX_SPLITS
 
 
@@ -319,11 +319,8 @@ def reads_operand(K: int) -> bool:
     return gpu().has_bf16 and K % UNIT == 0
 
 
-def plan(p: Product, workspace: int = 0) -> Geometry | Refused:
-    """Return the launch of the kernel for a product, or the reason to refuse.
-
-    workspace: floats with which blocks can divide K.
-    """
+def plan(p: Product) -> Geometry | Refused:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
     operand, stored, holds = p.operand, p.to_operand, p.rounded and not gpu().has_wgmma
     refused = Refused.first(
         (operand and not (holds and operand.for_blocks and reads_operand(p.K)),
@@ -342,7 +339,7 @@ def plan(p: Product, workspace: int = 0) -> Geometry | Refused:
         p.M, p.K, p.blocks[0].ranges, norm=p.norm, up=p.up, rope=p.head, holds=holds,
         terms=1 if p.rounded else TERMS, clusters=gpu().has_clusters and not holds,
         operand=operand is not None, summed=stored is not None and stored.summed,
-        workspace=0 if p.norm or p.up else workspace, **limits(STATIC),
+        workspace=0 if p.norm or p.up else p.workspace, **limits(STATIC),
     ) or Refused(
         f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
     )  # fmt: skip
@@ -357,8 +354,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     """
     given, p = vars(c).get, Product.of(c)
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
-    adds = workspace is not None and epilogue.name == "ADD"
-    launch_geometry, norm = accept(plan(p, workspace.size if adds else 0)), p.norm
+    launch_geometry, norm = accept(plan(p)), p.norm
     defines: Defines = (("DECODE_NORM", norm),) if norm else ()
     defines += (("DECODE_UP", 1), *gate_define(c.gelu)) if up is not None else ()
     defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from gpt2block.cuda.arrays import CudaArray, device_attribute
+from gpt2block.cuda.arrays import CudaArray, multiprocessors
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops.engines.gemm_wgmma import (
@@ -70,7 +70,7 @@ def launch(
     """
     K, N = n.shape[-1], out.shape[-1]
     M, count = n.size // K, len(matrices)
-    sms, head_dim = device_attribute("MultiProcessorCount"), turn[1] if turn else 0
+    sms, head_dim = multiprocessors(), turn[1] if turn else 0
     chosen, tile = geometry(count, M, N, K, layout=layout, turns=head_dim > 0, sms=sms)
     box = weight_box(tile, count, layout)
     maps = (
