@@ -279,36 +279,40 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     RoPE and the gate of the others. dtype: dtype of the weights, not GGUF. Other arguments: as in
     `splits_of`.
     """
-    card, plain, normed = gpu(), _is_plain(shapes), "gamma_q" in shapes
     if dtype not in DTYPES or "w_gate" not in shapes:
         return Fusions()
+    found, plain = _supported(dtype, M, shapes, head_size), _is_plain(shapes)
+    if MAX_ROTATED < M:
+        return found
+    normed = "gamma_q" in shapes
+    fuses_all = found.norms and found.rope and (found.heads or not normed)
+    beside_heads = gpu().has_overlap and normed and M > MAX_BESIDE_HEADS
+    if plain and (beside_heads or (gpu().has_wgmma and not fuses_all)):
+        return Fusions()
+    if gpu().has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
+        return Fusions(*(plain,) * 3, found.heads)
+    return found
+
+
+def _supported(
+    dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int
+) -> Fusions:
+    """Return what the kernels for M rows can fuse in a layer. Arguments: as in `fusions`."""
     C, H = shapes["w_gate"]
     gated = Product(M, H, C, dtype, up=True)
-    # The gate alone, by mma_tiles.cu or, without asynchronous copies, by mma.cu.
+    of_gate = mma_tiles.plan(gated) if mma.most_rows() < M else mma.plan(gated)
+    gate = H % 8 == 0 and supports(of_gate)
     if MAX_ROTATED < M:
-        plans = mma_tiles.plan(gated), *((mma.plan(gated),) if mma.most_rows() >= M else ())
-        return Fusions(gate=H % 8 == 0 and not card.has_clusters and any(map(supports, plans)))
+        return Fusions(gate=gate)
     of_x = *(Product(M, shapes[name][1], C, dtype) for name in FIRST if name in shapes), gated
     norms = C % MULTIPLE == 0 and all(supports(mma.plan(p._replace(norm=2))) for p in of_x)
-    N = shapes["w_qkv"][1]
-    rope = supports(mma.plan(Product(M, N, C, dtype, head=head_size)))
-    heads = shapes.get("gamma_q") == (head_size,)  # no norm of all heads together
-    heads = heads and plain and norms and rope and card.has_clusters and M <= MAX_NORMED_HEADS
-    heads = heads and supports(plan_sums(M, N, C, dtype, head_size, normed=True, summed=False))
-    if plain and _loses(M, norms and rope and (heads or not normed), normed):
-        return Fusions()
-    if card.has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
-        return Fusions(*(plain,) * 3, heads)
-    return Fusions(norms, rope, H % 8 == 0 and supports(mma.plan(gated)), heads)
-
-
-def _loses(M: int, fuses_all: bool, normed: bool) -> bool:
-    """Return whether M rows are faster if products of a plain layer fuse nothing.
-
-    fuses_all: whether they can fuse norms and RoPE. normed: whether heads have norms.
-    """
-    beside_heads = gpu().has_overlap and normed and M > MAX_BESIDE_HEADS
-    return beside_heads or (gpu().has_wgmma and not fuses_all)
+    qkv = Product(M, shapes["w_qkv"][1], C, dtype, head=head_size)
+    rope = supports(mma.plan(qkv))
+    heads = plan_sums(M, qkv.N, C, dtype, head_size, normed=True, summed=False)
+    # Heads have norms of their own, not one norm of all heads together.
+    of_head = shapes.get("gamma_q") == (head_size,) and M <= MAX_NORMED_HEADS
+    of_head = of_head and gpu().has_clusters and _is_plain(shapes)
+    return Fusions(norms, rope, gate, of_head and norms and rope and supports(heads))
 
 
 FIRST = "w_qkv", "w_in"  # matrices that multiply the norm of a layer's input

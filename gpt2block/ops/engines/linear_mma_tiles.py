@@ -94,41 +94,50 @@ def choose(
     possible = {} if clusters or (floats and copies) else _alone_tiles(copies, gated, floats)
     if found := _alone(M, N, K, dtype, sms, max_shared, possible):
         return found
-    wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
-    filled = FILLED * sms
-    if gated or SMALL.rows >= M:
-        tile = SMALL if SMALL.rows >= M else LARGE
-    elif count_tiles(wide, M, N) >= filled:
-        tile = wide
-    elif K >= LONG_K and SLIM.rows < M:
-        tile, filled = large, math.inf
-    else:
-        tile, filled = SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
     parts = splits(K)[0]
     fitting = [n for n in (range(1, parts + 1) if clusters else (1,)) if parts % n == 0]
 
-    def enough(one: MmaLinearTile, full: float) -> list[int]:
+    def enough(tile: MmaLinearTile, full: float) -> list[int]:
         """Return cluster sizes with which the grid has `full` blocks, or else the largest size.
 
         Blocks of larger clusters need less memory for sums.
         """
-        tiles = count_tiles(one, M, N)
+        tiles = count_tiles(tile, M, N)
         return [n for n in fitting if tiles * n >= full] or fitting[-1:]
 
-    if floats and tile is SLIM:
-        grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
-        if grid > tile.blocks * sms:  # a second wave of blocks is necessary
-            tile, filled = EVEN, FILLED * sms
-    for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM if the tile does not fit
-        tiles = count_tiles(one, M, N)
-        for cluster in enough(one, full):
-            wanted = min(one.blocks, ceil(tiles * cluster / sms))
-            pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
-            for blocks in range(wanted, 0, -1):
-                for candidate in pipelines:
-                    if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
-                        return candidate._replace(blocks=blocks)
+    tile, filled = _preferred(M, N, K, floats, sms, gated)
+    # EVEN if SLIM needs a second wave of blocks
+    grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
+    if floats and tile is SLIM and grid > tile.blocks * sms:
+        tile, filled = EVEN, FILLED * sms
+    candidates = (
+        (candidate, blocks)
+        for one, full in ((tile, filled), (SLIM, FULL * sms))  # SLIM if the tile does not fit
+        for cluster in enough(one, full)
+        for blocks in range(min(one.blocks, ceil(count_tiles(one, M, N) * cluster / sms)), 0, -1)
+        for candidate in _pipelines(one._replace(cluster=cluster), dtype)
+    )
+    for candidate, blocks in candidates:
+        if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
+            return candidate._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
+
+
+def _preferred(
+    M: int, N: int, K: int, floats: bool, sms: int, gated: bool
+) -> tuple[MmaLinearTile, float]:
+    """Return the fastest tile if it fits, and the blocks from which the grid fills the GPU.
+
+    floats: whether weights have 4 bytes. Other arguments: as in `choose`.
+    """
+    wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
+    if gated or SMALL.rows >= M:
+        return SMALL if SMALL.rows >= M else LARGE, FILLED * sms
+    if count_tiles(wide, M, N) >= FILLED * sms:
+        return wide, FILLED * sms
+    if K >= LONG_K and SLIM.rows < M:
+        return large, math.inf
+    return SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
 
 
 def _alone_tiles(copies: bool, gated: bool, floats: bool) -> Mapping[MmaLinearTile, float]:
