@@ -19,7 +19,7 @@ from gpt2block.cuda.arrays import check_address, max_shared, multiprocessors
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, nonzero_defines
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -393,7 +393,7 @@ def _product(c: Call, epilogue: Epilogue) -> Launch:
     D, normed = epilogue.head, "gamma_q" in epilogue.args
     facts = c.M, c.N, c.K, c.w.dtype, D, normed, c.sums is not None
     launch_geometry = accept(plan_sums(*facts))
-    defines: Defines = (("DECODE_SUMS", epilogue.splits), *((("DECODE_ROPE", D),) if D else ()))
+    defines: Defines = (("DECODE_SUMS", epilogue.splits), *nonzero_defines(DECODE_ROPE=D))
     defines += count_define(rounds(c.x_dtype, c.w.dtype))
     if normed:
         cluster = D // mma.columns_of(launch_geometry)

@@ -328,10 +328,8 @@ def widens(w: WeightMatrix) -> bool:
     have one type.
     """
     if isinstance(w, GgufMatrix):
-        takes = not any(begin % wgmma.MAX_ROWS for begin in w.begins)
-    else:
-        takes = w.dtype in FP8 and w.K % 16 == 0
-    return takes and gpu().has_wgmma
+        return gpu().has_wgmma and w.begins_at(wgmma.MAX_ROWS)
+    return gpu().has_wgmma and w.dtype in FP8 and w.K % 16 == 0
 
 
 def allocate_stream_k_workspace() -> CudaArray:

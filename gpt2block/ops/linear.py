@@ -27,7 +27,15 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, Launch, cache_dtype, launch_at
+from gpt2block.cuda.kernels import (
+    FP8,
+    HI_LO,
+    Geometry,
+    Launch,
+    cache_dtype,
+    launch_at,
+    nonzero_defines,
+)
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
@@ -114,27 +122,28 @@ def operands_of(
     in_place = Operand(HI_LO) if dtype == HI_LO else wide._replace(width=0)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = min_weights(M, (*kinds, *("fused",) * fused))
+    sizes, found = _deciding_sizes(M, shapes), dict[str, tuple[Operand, ...]]()
+    for name, (K, N) in shapes.items():
+        p = Product(M, N, K, dtype, rounded=rounded)
+        plans: dict[Operand, object] = {}
+        if sizes[name] >= least and dtype != HI_LO:
+            plans[wide] = wgmma.plan(p._replace(operand=wide))
+        if mma.most_rows() < M:
+            plans[in_place] = mma_tiles.plan(p._replace(operand=in_place))
+        if operands := tuple(operand for operand in plans if supports(plans[operand])):
+            found[name] = operands
+    return found
+
+
+def _deciding_sizes(M: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return, for each product of M rows, the weights of the matrix that decides its engine."""
     sizes = {name: K * N for name, (K, N) in shapes.items()}
-    largest = max(size for name, size in sizes.items() if name != "lm_head")
-    smallest = min(size for size in sizes.values() if MUCH_SMALLER * size >= largest)
-
-    def operands_for(name: str) -> tuple[Operand, ...]:
-        K, N = shapes[name]
-        size = sizes[SAME_INPUT.get(name, name)]
-        if M <= SAME_ENGINE:
-            size = smallest if MUCH_SMALLER * size >= largest else 0
-        preferred = {
-            wide: (wgmma.plan, size >= least and dtype != HI_LO),
-            in_place: (mma_tiles.plan, mma.most_rows() < M),
-        }
-        product = Product(M, N, K, dtype, rounded=rounded)
-        return tuple(
-            operand
-            for operand, (plan, faster) in preferred.items()
-            if faster and supports(plan(product._replace(operand=operand)))
-        )
-
-    return {name: found for name in shapes if (found := operands_for(name))}
+    own = {name: sizes[SAME_INPUT.get(name, name)] for name in shapes}
+    if M > SAME_ENGINE:
+        return own
+    least = max(size for name, size in sizes.items() if name != "lm_head") / MUCH_SMALLER
+    smallest = min(size for size in sizes.values() if size >= least)
+    return {name: smallest if size >= least else 0 for name, size in own.items()}
 
 
 ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for which x is rounded
@@ -191,8 +200,7 @@ def _by_cores(c: Call, epilogue: Ends) -> Launch:
 def _by_mma(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma.cu."""
     geometry, end = accept(mma.plan(Product.of(c))), epilogue(c)
-    rope = (("DECODE_ROPE", end.head),) if end.head else ()
-    end = end._replace(defines=(*end.defines, *rope))
+    end = end._replace(defines=(*end.defines, *nonzero_defines(DECODE_ROPE=end.head)))
     return _few_rows(c, mma.FILE, geometry, mma.LOADED, end, x_scale=c.x_scale)
 
 

@@ -19,9 +19,11 @@ from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shape
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import fuses_norms
-from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
+from gpt2block.ops.gated_sums import Fusions, fusions, splits_of, types_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
+from gpt2block.ops.products import same_types
+from gpt2block.ops.refusal import Refused
 
 
 class DecodingChoice:
@@ -154,7 +156,7 @@ class DecodingChoice:
             attention = self.settings.qk_norm and of_head and fuses_norms(head_size)
             fuses = fuses._replace(attention=attention)
         summed = {name for name in operands or () if self._reads_sums(name)}
-        if any(begin % CHUNK for w in self._of_blocks("w_gate") for begin in w.begins):
+        if not all(w.begins_at(CHUNK) for w in self._of_blocks("w_gate")):
             summed.discard("w_down")  # different warps compute the types of a chunk
         known = operands or {}
         return plan._replace(
@@ -182,18 +184,16 @@ class DecodingChoice:
     @cached_property
     def _in_blocks(self) -> bool:
         """Whether products with GGUF matrices can fuse the gate and the RoPE of whole heads."""
-        layers = [f"h.{n}." for n in range(self.config.n_layer)]
-        if f"{layers[0]}w_gate" not in self.matrices:
-            return False
-        for h in layers:
-            names = ("w_gate", "w_up", *("w_qkv",) * (f"{h}w_qkv" in self.matrices))
-            matrices = [self.matrices[f"{h}{name}"] for name in names]
-            blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(matrices) or blocks[0].ranges != blocks[1].ranges:
+
+        def fuses(h: str) -> bool:
+            names = "w_gate", "w_up", "w_qkv"
+            gate, up, qkv = (self.matrices.get(f"{h}{name}") for name in names)
+            if not (isinstance(gate, GgufMatrix) and isinstance(up, GgufMatrix)):
                 return False
-            if any(begin % self.config.head_size for w in blocks[2:] for begin in w.begins):
-                return False
-        return True
+            blocks = isinstance(qkv, GgufMatrix) and qkv.begins_at(self.config.head_size)
+            return not same_types((gate, up)) and (qkv is None or blocks)
+
+        return all(fuses(f"h.{n}.") for n in range(self.config.n_layer))
 
     @cached_property
     def _types_of_ffn(self) -> set[tuple[str, str]]:
@@ -204,13 +204,13 @@ class DecodingChoice:
         """
         types: set[tuple[str, str]] = set()
         others = any(self.config.conv_layers) or "w_g" in self.config.block_shapes()
-        alike = self._in_blocks and not others
-        for n in range(self.config.n_layer) if alike else ():
-            matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
-            ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
-            if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):
+        for n in range(self.config.n_layer) if self._in_blocks and not others else ():
+            names = (f"h.{n}.{name}" for name in ("w_gate", "w_up", "w_down", "w_o"))
+            *matrices, o = (self.matrices[name] for name in names)
+            pair = types_of(*matrices)
+            if isinstance(pair, Refused) or not isinstance(o, GgufMatrix):
                 return set()
-            types.add((ranges[0][0][0], ranges[1][0][0]))
+            types.add(pair)
         return types
 
     def _in_order(self, name: str) -> bool:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.cuda.kernels import Defines, Geometry, nonzero_defines
 from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
@@ -130,7 +130,7 @@ def geometry(
         ("GEMM_EARLY", tile.early * early),
         ("GEMM_BLOCKS", tile.blocks),
         *epilogue(hi_lo, gelu, residual, other_out, scaled),
-        *((("GEMM_GATED", 1),) if gated else ()),
+        *nonzero_defines(GEMM_GATED=gated),
     )
     grid = min(count_tiles(tile, M, columns), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
@@ -155,7 +155,7 @@ def epilogue(hi_lo: bool, gelu: bool, residual: bool, other_out: bool, scaled: b
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),
         ("GEMM_SPLIT_OUT" if hi_lo else "GEMM_FLOAT_OUT", int(other_out)),
-        *((("GEMM_SCALED", 1),) if scaled else ()),
+        *nonzero_defines(GEMM_SCALED=scaled),
     )
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.cuda.kernels import Defines, Geometry, nonzero_defines
 from gpt2block.models.weights.gguf import ROW_GROUP
 from gpt2block.ops.engines.gemm_mma import epilogue
 
@@ -198,7 +198,7 @@ def grid_geometry(
         ("GEMM_SPLITS", tile.split_k),
         ("GEMM_SHARES", tile.shares),
         ("GEMM_CHUNK", tile.chunk),
-        *((("GEMM_STREAM", 1),) if tile.stream else ()),
+        *nonzero_defines(GEMM_STREAM=tile.stream),
         *ends,
     )
     # A cluster processes several tiles, one after the other, or only one tile if K is split.

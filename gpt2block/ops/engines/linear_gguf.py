@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import max_shared
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch
+from gpt2block.cuda.kernels import Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.epilogues import Epilogue
@@ -264,17 +264,16 @@ def geometry(
     if holds and blocks == 1 and cut.together:
         deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
         cut = p.fitting(deeper)[0]
-    clustered = 1 if staged else parts
     defines = (
         ("DECODE_K", K),
-        ("DECODE_ROWS", cut.rows),
-        ("DECODE_FLIGHT", cut.flight),
+        *size_defines("DECODE", cut, "rows flight"),
         ("DECODE_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
-        *((("GGUF_HELD", 1),) if cut.held else ()),
-        *((("DECODE_OPERAND", 1), ("OPERAND_WIDTH", IN_ORDER)) if operand else ()),
-        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", clustered))),
-        *((("GGUF_PARTS", cut.shares),) if cut.shares > 1 else ()),
+        *nonzero_defines(GGUF_HELD=cut.held, DECODE_OPERAND=operand),
+        *nonzero_defines(OPERAND_WIDTH=IN_ORDER * operand),
+        *nonzero_defines(DECODE_WARPS=0 if cut.together else cut.warps),
+        *nonzero_defines(GGUF_CLUSTER=0 if cut.together else 1 if staged else parts),
+        *nonzero_defines(GGUF_PARTS=cut.shares if cut.shares > 1 else 0),
     )
     grid = p.sharing(cut) * ceil(p.groups(cut) / count), ceil(M / cut.rows)
     # The launch requests so much memory that no block of the next kernel starts next to these
@@ -355,12 +354,11 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     given, p = vars(c).get, Product.of(c)
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     launch_geometry, norm = accept(plan(p)), p.norm
-    defines: Defines = (("DECODE_NORM", norm),) if norm else ()
-    defines += (("DECODE_UP", 1), *gate_define(c.gelu)) if up is not None else ()
-    defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
-    defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
-    defines += (("DECODE_OUT_OPERAND", 1),) if p.to_operand else ()
-    defines += (("OPERAND_SUMS", 1),) if p.to_operand and p.to_operand.summed else ()
+    defines = nonzero_defines(DECODE_NORM=norm, DECODE_UP=p.up)
+    defines += gate_define(c.gelu) if p.up else ()
+    defines += nonzero_defines(DECODE_ROPE=p.head, DECODE_SUMS=epilogue.splits)
+    if p.to_operand:
+        defines += nonzero_defines(DECODE_OUT_OPERAND=1, OPERAND_SUMS=p.to_operand.summed)
     defines += (*count_define(c.rounded), *range_defines(c.w))
     sums, before = sums_of(c) if p.operand else (None, ())
     if launch_geometry.kernel == DIVIDED:

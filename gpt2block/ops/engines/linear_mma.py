@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, size_defines
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, nonzero_defines, size_defines
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import ordered
 from gpt2block.ops.products import Product, limits
@@ -200,7 +200,7 @@ def geometry(
         ("DECODE_K", K),
         ("DECODE_NORM", int(norm)),
         *size_defines("DECODE", cut, "rows columns flight loop warps blocks"),
-        *((("DECODE_OPERAND", 1),) if operand else ()),
+        *nonzero_defines(DECODE_OPERAND=operand),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
     columns_and_rows = min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
+from gpt2block.cuda.kernels import HI_LO, Geometry, nonzero_defines, size_defines
 from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, STATIC, TERM_DTYPES, UNIT, splits, takes
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operands import ordered
@@ -194,10 +194,8 @@ def geometry(
         ("DECODE_WARPS_M", warps_m),
         ("DECODE_WARPS_N", warps_n),
         *size_defines("DECODE", tile, "chunks stages cluster blocks"),
-        *((("DECODE_OPERAND", 1),) if operand else ()),
-        *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
-        *((("DECODE_UP", 1),) if gated else ()),
-        *((("DECODE_GROUPS", tile.groups),) if tile.groups > 1 else ()),
+        *nonzero_defines(DECODE_OPERAND=operand, DECODE_OUT_OPERAND=to_operand, DECODE_UP=gated),
+        *nonzero_defines(DECODE_GROUPS=tile.groups if tile.groups > 1 else 0),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n * tile.groups,)

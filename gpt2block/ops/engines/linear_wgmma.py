@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, size_defines
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, GgufMatrix
 from gpt2block.ops.call import Call
@@ -298,13 +298,10 @@ def geometry(
     """
     defines = (
         *size_defines("DECODE", tile, "rows groups splits shares stages blocks"),
-        *((("DECODE_GATED", 1),) if gated else ()),
-        *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
-        *((("DECODE_ROPE", head),) if head else ()),
-        *((("DECODE_TILES", tile.tiles),) if p.row_group else ()),
-        *((("DECODE_DEPTH", tile.depth),) if tile.depth > 1 else ()),
-        *((("DECODE_TEAMS", tile.teams),) if tile.teams > 1 else ()),
-        *((("OPERAND_SUMS", 1),) if p.summed else ()),
+        *nonzero_defines(DECODE_GATED=gated, DECODE_OUT_OPERAND=to_operand, DECODE_ROPE=head),
+        *nonzero_defines(DECODE_TILES=tile.tiles if p.row_group else 0),
+        *nonzero_defines(DECODE_DEPTH=tile.depth if tile.depth > 1 else 0),
+        *nonzero_defines(DECODE_TEAMS=tile.teams if tile.teams > 1 else 0, OPERAND_SUMS=p.summed),
         *count_define(p.rounded),
     )
     kernel = GGUF_KERNEL if p.row_group else KERNEL
@@ -313,7 +310,7 @@ def geometry(
 
 def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     """Return whether wgmma kernels support this matrix. head: channels of a head, with RoPE."""
-    return w.K % UNIT == 0 and not any(begin % (head or BORDER) for begin in w.begins)
+    return w.K % UNIT == 0 and w.begins_at(head or BORDER)
 
 
 def plan(p: Product) -> tuple[Geometry, WgmmaLinearTile] | Refused:
