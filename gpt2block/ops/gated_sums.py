@@ -289,7 +289,7 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     beside_heads = gpu().has_overlap and normed and M > MAX_BESIDE_HEADS
     if plain and (beside_heads or (gpu().has_wgmma and not fuses_all)):
         return Fusions()
-    if gpu().has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
+    if gpu().has_wgmma and not _has_any(shapes, OF_OUTPUTS):
         return Fusions(*(plain,) * 3, found.heads)
     return found
 
@@ -321,8 +321,11 @@ OF_OUTPUTS = "gamma_attn", "gamma_ff"  # norms of the outputs of attention and f
 
 def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a layer is Llama's without biases and norms of outputs."""
-    unlike = ("b_", "beta", *OF_OUTPUTS)  # beginnings of names
-    return "w_gate" in shapes and not any(name.startswith(unlike) for name in shapes)
+    return "w_gate" in shapes and not _has_any(shapes, ("b_", "beta", *OF_OUTPUTS))
+
+
+def _has_any(shapes: Mapping[str, tuple[int, ...]], beginnings: tuple[str, ...]) -> bool:
+    return any(name.startswith(beginnings) for name in shapes)
 
 
 def normed_columns(D: int) -> tuple[int, ...]:

@@ -116,23 +116,28 @@ def operands_of(
         return {}
     wide = wgmma.operand(dtype, rounded)
     if dtype in (FILE, GGUF):
-        least = blocks.JOINT_ROWS if gpu().has_wgmma else DECODING_ROWS
-        reads = rounded and least < M and all(blocks.reads_operand(K) for K, _ in shapes.values())
+        reads = rounded and _blocks_read_operand(M, (K for K, _ in shapes.values()))
         return dict.fromkeys(shapes, (wide,)) if reads else {}
     in_place = Operand(HI_LO) if dtype == HI_LO else wide._replace(width=0)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = min_weights(M, (*kinds, *("fused",) * fused))
     sizes, found = _deciding_sizes(M, shapes), dict[str, tuple[Operand, ...]]()
     for name, (K, N) in shapes.items():
-        p = Product(M, N, K, dtype, rounded=rounded)
-        plans: dict[Operand, object] = {}
-        if sizes[name] >= least and dtype != HI_LO:
-            plans[wide] = wgmma.plan(p._replace(operand=wide))
-        if mma.most_rows() < M:
-            plans[in_place] = mma_tiles.plan(p._replace(operand=in_place))
-        if operands := tuple(operand for operand in plans if supports(plans[operand])):
-            found[name] = operands
-    return found
+        faster = [wide] * (sizes[name] >= least) + [in_place] * (mma.most_rows() < M)
+        found[name] = _supported(Product(M, N, K, dtype, rounded=rounded), faster)
+    return {name: operands for name, operands in found.items() if operands}
+
+
+def _supported(p: Product, operands: Iterable[Operand]) -> tuple[Operand, ...]:
+    """Return the operands in which a kernel reads x of a product."""
+    plans = {o: wgmma.plan if ordered(o) else mma_tiles.plan for o in operands}
+    return tuple(o for o, plan in plans.items() if supports(plan(p._replace(operand=o))))
+
+
+def _blocks_read_operand(M: int, inputs: Iterable[int]) -> bool:
+    """Return whether products of M rows with GGUF blocks are faster with operands than floats."""
+    most_floats = blocks.JOINT_ROWS if gpu().has_wgmma else DECODING_ROWS
+    return most_floats < M and all(map(blocks.reads_operand, inputs))
 
 
 def _deciding_sizes(M: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -60,6 +60,11 @@ class Product(NamedTuple):
         )  # fmt: skip
 
     @property
+    def summed(self) -> bool:
+        """Whether the kernel also stores the sums of chunks of the result."""
+        return self.to_operand is not None and self.to_operand.summed
+
+    @property
     def outputs(self) -> int:
         """The outputs of both matrices."""
         return self.N * (1 + self.up)

@@ -250,7 +250,7 @@ def geometry(
     block. workspace: floats of memory for counters and sums, with which blocks can divide K; 0 with
     a norm, RoPE or `up`.
     """
-    ends = tuple((2 if up else 1) * end for end in accumulate(n for _, n in ranges))
+    ends = tuple((1 + up) * end for end in accumulate(n for _, n in ranges))
     parts, units = splits(K)
     staged = not clusters or parts == 1  # a block that is not `together` multiplies all splits
     slot, multiple = max(slot_bytes(t) for t, _ in ranges), 2 * CHUNK if summed else COLUMNS
@@ -264,17 +264,18 @@ def geometry(
     if holds and blocks == 1 and cut.together:
         deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
         cut = p.fitting(deeper)[0]
+    apart = int(not cut.together)
     defines = (
         ("DECODE_K", K),
         *size_defines("DECODE", cut, "rows flight"),
         ("DECODE_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
-        *nonzero_defines(GGUF_HELD=cut.held, DECODE_OPERAND=operand),
-        *nonzero_defines(OPERAND_WIDTH=IN_ORDER * operand),
-        *nonzero_defines(DECODE_WARPS=0 if cut.together else cut.warps),
-        *nonzero_defines(GGUF_CLUSTER=0 if cut.together else 1 if staged else parts),
-        *nonzero_defines(GGUF_PARTS=cut.shares if cut.shares > 1 else 0),
-    )
+        *nonzero_defines(
+            GGUF_HELD=cut.held, DECODE_OPERAND=operand, OPERAND_WIDTH=IN_ORDER * operand,
+            DECODE_WARPS=apart * cut.warps, GGUF_CLUSTER=apart * (1 if staged else parts),
+            GGUF_PARTS=cut.shares * (cut.shares > 1),
+        ),
+    )  # fmt: skip
     grid = p.sharing(cut) * ceil(p.groups(cut) / count), ceil(M / cut.rows)
     # The launch requests so much memory that no block of the next kernel starts next to these
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
@@ -337,7 +338,7 @@ def plan(p: Product) -> Geometry | Refused:
     return refused or geometry(
         p.M, p.K, p.blocks[0].ranges, norm=p.norm, up=p.up, rope=p.head, holds=holds,
         terms=1 if p.rounded else TERMS, clusters=gpu().has_clusters and not holds,
-        operand=operand is not None, summed=stored is not None and stored.summed,
+        operand=operand is not None, summed=p.summed,
         workspace=0 if p.norm or p.up else p.workspace, **limits(STATIC),
     ) or Refused(
         f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
@@ -357,8 +358,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     defines = nonzero_defines(DECODE_NORM=norm, DECODE_UP=p.up)
     defines += gate_define(c.gelu) if p.up else ()
     defines += nonzero_defines(DECODE_ROPE=p.head, DECODE_SUMS=epilogue.splits)
-    if p.to_operand:
-        defines += nonzero_defines(DECODE_OUT_OPERAND=1, OPERAND_SUMS=p.to_operand.summed)
+    defines += nonzero_defines(DECODE_OUT_OPERAND=bool(p.to_operand), OPERAND_SUMS=p.summed)
     defines += (*count_define(c.rounded), *range_defines(c.w))
     sums, before = sums_of(c) if p.operand else (None, ())
     if launch_geometry.kernel == DIVIDED:

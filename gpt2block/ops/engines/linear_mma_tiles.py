@@ -91,8 +91,8 @@ def choose(
     divides the splits of K equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
-    possible = {} if clusters or (floats and copies) else _alone_tiles(copies, gated, floats)
-    if found := _alone(M, N, K, dtype, sms, max_shared, possible):
+    alone = {} if clusters else _alone_tiles(copies, gated, floats)
+    if found := _alone(M, N, K, dtype, sms, max_shared, alone):
         return found
     parts = splits(K)[0]
     fitting = [n for n in (range(1, parts + 1) if clusters else (1,)) if parts % n == 0]
@@ -143,7 +143,8 @@ def _preferred(
 def _alone_tiles(copies: bool, gated: bool, floats: bool) -> Mapping[MmaLinearTile, float]:
     """Return tiles for GPUs without clusters, as ALONE. floats: whether weights have 4 bytes."""
     if floats:
-        return {EVEN._replace(warps=(4, 2), stages=2, blocks=1): math.inf}
+        wide = {EVEN._replace(warps=(4, 2), stages=2, blocks=1): math.inf}
+        return {} if copies else wide
     if gated:
         return {MEDIUM: ALONE[MEDIUM]}
     return ALONE if copies else WITHOUT_COPIES

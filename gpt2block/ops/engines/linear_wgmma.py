@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, nonzero_defines, size_defines
+from gpt2block.cuda.kernels import HI_LO, Defines, Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, GgufMatrix
 from gpt2block.ops.call import Call
@@ -298,12 +298,13 @@ def geometry(
     """
     defines = (
         *size_defines("DECODE", tile, "rows groups splits shares stages blocks"),
-        *nonzero_defines(DECODE_GATED=gated, DECODE_OUT_OPERAND=to_operand, DECODE_ROPE=head),
-        *nonzero_defines(DECODE_TILES=tile.tiles if p.row_group else 0),
-        *nonzero_defines(DECODE_DEPTH=tile.depth if tile.depth > 1 else 0),
-        *nonzero_defines(DECODE_TEAMS=tile.teams if tile.teams > 1 else 0, OPERAND_SUMS=p.summed),
+        *nonzero_defines(
+            DECODE_GATED=gated, DECODE_OUT_OPERAND=to_operand, DECODE_ROPE=head,
+            DECODE_TILES=tile.tiles * (p.row_group > 0), DECODE_DEPTH=tile.depth * (tile.depth > 1),
+            DECODE_TEAMS=tile.teams * (tile.teams > 1), OPERAND_SUMS=p.summed,
+        ),
         *count_define(p.rounded),
-    )
+    )  # fmt: skip
     kernel = GGUF_KERNEL if p.row_group else KERNEL
     return Geometry(kernel, (p.grid(tile),), (tile.threads,), p.shared_bytes(tile), defines)
 
@@ -323,6 +324,7 @@ def plan(p: Product) -> tuple[Geometry, WgmmaLinearTile] | Refused:
         (head and p.operand != wanted, f"terms of {p.operand}: expected {wanted}"),
         (head % multiple, f"heads of {head} channels: expected a multiple of {multiple}"),
         (not in_order, "takes and gives terms in the order of wgmma: use variant mma_tiles"),
+        (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma_tiles"),
         (not w and p.K % BOX, f"K {p.K:,}: expected a multiple of {BOX}: use variant mma_tiles"),
         (w and not (p.rounded and takes_blocks(w, p.head)),
          f"w {w}: expected x rounded, and K in multiples of {UNIT}: pass floats"),
@@ -333,8 +335,7 @@ def plan(p: Product) -> tuple[Geometry, WgmmaLinearTile] | Refused:
     pair = 2 if p.head else 1
     outputs = [n // pair for _, n in w.ranges] if w else [p.N // pair]
     facts = p.M, tuple(outputs), p.K, p.dtype, p.up or p.head > 0, p.rounded
-    summed = p.to_operand is not None and p.to_operand.summed
-    of = WgmmaProduct(*facts, *((w.tile, w.units, summed) if w else ()))
+    of = WgmmaProduct(*facts, *((w.tile, w.units, p.summed) if w else ()))
     tile, max_shared = choose(of, **limits()), limits()["max_shared"]
     chosen = geometry(of, tile, gated=p.up, to_operand=p.to_operand is not None, head=p.head)
     if w or tile.rows == OPERAND_ROWS:  # with OPERAND_ROWS, two blocks per SM would be slower
