@@ -30,7 +30,7 @@ from gpt2block.cuda.arrays import (
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import CACHE_WITH_FP8
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import delta
@@ -159,11 +159,8 @@ def split_geometry(
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
         *tiles.heads_defines(*heads),
-        ("AS_WIDTH", width),
-        ("AS_QUERIES", queries),
-        ("AS_WARPS", warps),
-        ("AS_CLUSTER", cluster),
-        ("AS_BLOCKS", 1 if HS > LARGEST_STATIC else max(held // warps, 1)),
+        *defines_of(AS_WIDTH=width, AS_QUERIES=queries, AS_WARPS=warps, AS_CLUSTER=cluster),
+        *defines_of(AS_BLOCKS=1 if HS > LARGEST_STATIC else max(held // warps, 1)),
     )
     if itemsize == 1 or HS > LARGEST_STATIC:
         defines = (*defines, ("AS_VECTORS", FEWER_VECTORS))

@@ -17,7 +17,7 @@ import numpy as np
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, multiprocessors
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, size_defines
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, defines_of, launch_at, size_defines
 from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
@@ -101,11 +101,8 @@ def narrow_geometry(
     ):
         each *= 2
     defines = (
-        ("LN_WIDTH", width),
-        ("LN_THREADS", shape.threads),
-        ("LN_VECTORS", shape.held),
-        ("LN_ROWS", shape.rows),
-        ("LN_EACH", each),
+        *defines_of(LN_WIDTH=width, LN_THREADS=shape.threads, LN_VECTORS=shape.held),
+        *defines_of(LN_ROWS=shape.rows, LN_EACH=each),
     )
     kernel = "layernorm_narrow" + ("_split" if hi_lo else "_float" if float_x else "")
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)

@@ -12,7 +12,7 @@ from gpt2block.cuda.arrays import (
     row_alignment,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.ops.call import Call
 from gpt2block.ops.engines.rows import ROW_BLOCKS, share
 from gpt2block.ops.operation import Operation, Workload, as_stated, variant
@@ -41,11 +41,8 @@ def _rows(c: Call) -> Launch:
     width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.output("out")) == 16 else 1
     shape = share(c.rows, c.C, width, multiprocessors(), c.block if c.requested else None)
     defines = (
-        ("LG_HIDDEN", c.C),
-        ("LG_WIDTH", width),
-        ("LG_THREADS", shape.threads),
-        ("LG_ROWS", shape.rows),
-        ("LG_AFFINE", int(c.gamma is not None or c.beta is not None)),
+        *defines_of(LG_HIDDEN=c.C, LG_WIDTH=width, LG_THREADS=shape.threads, LG_ROWS=shape.rows),
+        *defines_of(LG_AFFINE=int(c.gamma is not None or c.beta is not None)),
     )
     args = (c.x, c.out, c.gamma, c.beta, c.rows, c.eps)
     grid, block = (shape.grid,), (shape.block,)

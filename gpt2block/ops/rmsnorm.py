@@ -21,7 +21,7 @@ from gpt2block.cuda.arrays import (
     row_alignment,
 )
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
@@ -52,12 +52,8 @@ def choose_geometry(
         shape = share(rows, C, width, sms, block)
         threads, held, together = shape.threads, shape.held, shape.rows
     defines = (
-        ("RMS_C", C),
-        ("RMS_WIDTH", width),
-        ("RMS_THREADS", threads),
-        ("RMS_VECTORS", held),
-        ("RMS_ROWS", together),
-        ("RMS_RESIDUAL", int(residual)),
+        *defines_of(RMS_C=C, RMS_WIDTH=width, RMS_THREADS=threads, RMS_VECTORS=held),
+        *defines_of(RMS_ROWS=together, RMS_RESIDUAL=int(residual)),
     )
     return Geometry(
         "rmsnorm_rows", (ceil(rows / together),), (threads * together,), defines=defines

@@ -22,7 +22,7 @@ from gpt2block.cuda.arrays import (
     multiprocessors,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Workload, variant
@@ -78,11 +78,8 @@ def choose_geometry(
     y = min(ceil(H / together), block // x)
     z = min(T, max(1, block // (x * y)), _LAST_AXIS)
     defines = (
-        ("ROPE_D", D),
-        ("ROPE_HALF_SPLIT", int(half_split)),
-        ("ROPE_WIDTH", width),
-        ("ROPE_THREADS", x),
-        ("ROPE_HEADS", together),
+        *defines_of(ROPE_D=D, ROPE_HALF_SPLIT=int(half_split), ROPE_WIDTH=width, ROPE_THREADS=x),
+        *defines_of(ROPE_HEADS=together),
     )
     grid = (ceil(T / z), ceil(H / (y * together)), B)
     return Geometry("rope_pairs", grid, (x, y, z), defines=defines)

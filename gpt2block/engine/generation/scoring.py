@@ -228,18 +228,19 @@ def _scored(
 
     names: of the texts. Raises InputError for logits that are NaN.
     """
-    rows, tops = [window.tokens for window in windows], list[Any]()
-    if likeliest:
-        computed, tops = zip(*engine.likeliest(rows), strict=True)
-    else:
-        computed = engine.log_likelihood(rows)
-    for index, (window, nats) in enumerate(zip(windows, computed, strict=True)):
-        part = nats[-window.scored :]
-        if np.isnan(part).any():
+    rows = [window.tokens for window in windows]
+    computed: Sequence[tuple[Floats, Ids | None]] = (
+        engine.likeliest(rows)
+        if likeliest
+        else [(nats, None) for nats in engine.log_likelihood(rows)]
+    )
+    for window, (nats, tops) in zip(windows, computed, strict=True):
+        part = slice(-window.scored, None)
+        if np.isnan(nats[part]).any():
             name = "" if names == ["text"] else f"{names[window.text]}: "
             tokens_between = f"between tokens {window.first + 1} and {window.end}"
             raise InputError(f"{name}the logits are NaN {tokens_between}: ", *BAD_WEIGHTS)
-        yield window, part, tops[index][-window.scored :] if likeliest else None
+        yield window, nats[part], None if tops is None else tops[part]
 
 
 def embed(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry, float_define
+from gpt2block.cuda.kernels import Defines, Geometry, defines_of, float_define
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call
 from gpt2block.ops.products import room
@@ -235,10 +235,8 @@ def mma_geometry(
     stages = 3 if room(max_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
         *of.defines,
-        ("ATT_WARPS", tile.warps),
-        ("ATT_FRAGS", tile.frags),
-        ("ATT_STAGES", stages),
-        ("ATT_BLOCKS", tile.blocks if max_shared > ONE_BLOCK else 1),
+        *defines_of(ATT_WARPS=tile.warps, ATT_FRAGS=tile.frags, ATT_STAGES=stages),
+        *defines_of(ATT_BLOCKS=tile.blocks if max_shared > ONE_BLOCK else 1),
         *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries
@@ -261,10 +259,8 @@ def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> t
     stages = 3 if room(max_shared, blocks) >= 3 * stage + queries else 2
     defines = (
         *of.defines,
-        ("ATT_ONE_SCALE", int(one_scale)),
-        ("ATT_WARPS", warps),
-        ("ATT_STAGES", stages),
-        ("ATT_BLOCKS", blocks),
+        *defines_of(ATT_ONE_SCALE=int(one_scale), ATT_WARPS=warps, ATT_STAGES=stages),
+        *defines_of(ATT_BLOCKS=blocks),
         *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
+from gpt2block.cuda.kernels import HI_LO, Geometry, defines_of, size_defines
 from gpt2block.ops.engines.linear_mma import (
     FLOATS_ALONE,
     ONE_MATRIX,
@@ -194,10 +194,9 @@ def geometry(
     if not fits:
         return None
     defines = (
-        ("DECODE_K", K),
-        ("DECODE_NORM", int(norm)),
+        *defines_of(DECODE_K=K, DECODE_NORM=int(norm)),
         *size_defines("DECODE", cut, "rows width split columns groups steps loop blocks"),
-        ("DECODE_X", gcd(4, K)),
+        *defines_of(DECODE_X=gcd(4, K)),
     )
     blocks = ceil(N / (cut.columns * cut.groups))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
@@ -212,15 +211,10 @@ def _tile_geometry(
     while loads * tile.lanes % (2 * stage):  # a chunk has whole pairs of stages
         stage //= 2
     defines = (
-        ("DECODE_K", K),
-        ("DECODE_NORM", 0),
-        ("DECODE_ROWS", tile.rows),
-        ("DECODE_WIDTH", cut.width),
-        ("DECODE_SPLIT", cut.split),
-        ("DECODE_COLUMNS", tile.columns),
-        ("DECODE_STEPS", cut.steps),
+        *defines_of(DECODE_K=K, DECODE_NORM=0, DECODE_ROWS=tile.rows, DECODE_WIDTH=cut.width),
+        *defines_of(DECODE_SPLIT=cut.split, DECODE_COLUMNS=tile.columns, DECODE_STEPS=cut.steps),
         *size_defines("DECODE", tile, "side span lanes"),
-        ("DECODE_STAGE", stage),
+        *defines_of(DECODE_STAGE=stage),
     )
     threads = tile.rows // tile.side * (tile.columns // tile.span) * tile.lanes
     row = 4 * tile.rows + (2 if weight == 2 else 4) * tile.columns  # FP8 weights become floats

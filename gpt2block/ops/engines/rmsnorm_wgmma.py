@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from gpt2block.cuda.arrays import CudaArray, multiprocessors
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops.engines.gemm_wgmma import (
     BUFFERS,
@@ -102,9 +102,8 @@ def geometry(
     columns = matrices * N
     tile = tile or choose_tile(tiles(matrices, layout), M, columns, K, True, sms)
     ends = (
-        ("GEMM_A_ROWS", rows_loaded(tile, M)),
-        ("NORM_W_NK", int(layout == "NK")),
-        ("NORM_TURNS", int(turns)),
+        *defines_of(GEMM_A_ROWS=rows_loaded(tile, M), NORM_W_NK=int(layout == "NK")),
+        *defines_of(NORM_TURNS=int(turns)),
     )
     kernel = "rmsnorm_matmul_wgmma" if matrices == 1 else "rmsnorm_ffn_wgmma"
     shared = shared_bytes(tile, 1, BUFFERS, tile.warpgroup[1] // tile.split_k)
