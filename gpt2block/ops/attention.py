@@ -30,7 +30,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, UnsupportedCall, accept, needs, refuse
 from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
@@ -40,7 +40,6 @@ from gpt2block.ops.engines.attention_tiles import (
 )
 from gpt2block.ops.operation import REQUIRED, Operation, Workload, variant
 from gpt2block.ops.products import limits
-from gpt2block.ops.refusal import UnsupportedCall, accept, needs, refuse, supports
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -200,7 +199,7 @@ def _fit_mma(c: Call) -> None:
     accept(needs("has_mma", ": use float32 and variant online"))
     _fit_dtype(c, *SIXTEEN_BITS, HI_LO)
     online = f": use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
-    accept(tiles.mma_takes(c.HS, online, c.storage == HI_LO))
+    accept(tiles.mma_refusal(c.HS, online, c.storage == HI_LO))
 
 
 @variant("mma_fp32", MMA_HI_LO, "attention_fp32_mma", source=OF_HI_LO)
@@ -245,7 +244,7 @@ def _wgmma_few(c: Call) -> Launch:
 @variant("wgmma", WGMMA, "attention_wgmma", **OF_WGMMA)
 def _wgmma(c: Call) -> Any:
     _fit_mma(c)
-    accept(tiles.wgmma_takes(c.HS))
+    accept(tiles.wgmma_refusal(c.HS))
     if c.storage == HI_LO:
         return _wgmma_hi_lo.launch(c)
     sms = multiprocessors()
@@ -392,7 +391,7 @@ def tensor_cores_take(variant: str, head_size: int) -> bool:
 
 def appends_to_cache(head_size: int) -> bool:
     """Whether a variant that also writes K and V to a kv_cache supports heads, on this device."""
-    return supports(tiles.wgmma_takes(head_size))
+    return not tiles.wgmma_refusal(head_size)
 
 
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:

@@ -35,14 +35,27 @@ from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import delta
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.call import (
+    HI_LO,
+    Call,
+    UncheckedCall,
+    accept,
+    check_format,
+    needs,
+    refuse,
+    storage,
+)
 from gpt2block.ops.engines import attention_tiles as tiles
-from gpt2block.ops.engines.attention_tiles import MAX_BLOCKS, TENSOR_HEADS, AttentionSizes
+from gpt2block.ops.engines.attention_tiles import (
+    HEADS_WITH_NORMS,
+    MAX_BLOCKS,
+    TENSOR_HEADS,
+    AttentionSizes,
+)
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import REQUIRED, Operation, Workload, variant
 from gpt2block.ops.products import limits
-from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
 
@@ -52,7 +65,6 @@ APPEND_SPLIT = "attention/decode/append.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
 LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
-HEADS_WITH_NORMS = 64, 128, 256  # channels per head that attention_append takes
 LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
 # (warps, keys), largest tile first
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))
@@ -279,7 +291,7 @@ def _mma(c: Call) -> Launch:
     accept(needs("has_mma", ": use variant tiles"))
     types = "takes qkv, k and v of float16 or bfloat16: use variant tiles"
     refuse(c.fp8_cache is not None or c.storage not in SIXTEEN_BITS, types)
-    accept(tiles.mma_takes(HS, ": use variant tiles"))
+    accept(tiles.mma_refusal(HS, ": use variant tiles"))
     c.check_addresses("qkv", "k", "v", "out")
     sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
     plain, together = tiles.mma_geometry(sizes, **limits())
@@ -306,7 +318,7 @@ def _wgmma(c: Call) -> Any:
     accept(needs("has_wgmma", ": use variant mma"))
     types = "takes qkv of float16 or bfloat16: use variant tiles"
     refuse(c.storage not in SIXTEEN_BITS, types)
-    accept(tiles.wgmma_takes(HS))
+    accept(tiles.wgmma_refusal(HS))
     c.check_addresses("qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
     c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=multiprocessors())
@@ -327,7 +339,7 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
 
     kv_dtype: FP8 format of the kv_cache, or None.
     """
-    return kv_dtype is None or supports(tiles.wgmma_takes(head_size))
+    return kv_dtype is None or not tiles.wgmma_refusal(head_size)
 
 
 def _packed(unchecked: UncheckedCall) -> Call:
@@ -392,16 +404,10 @@ def _append_and_split(c: Call) -> Launch:
             f"qkv {c.qkv.shape}: expected {c.n_head} heads of {c.D} channels, as gamma_q has, then "
             f"twice the {c.C} channels of k, and {c.D // 2} rotations in by, got {c.H}"
         )
-    accept(_normalizes(c.D))
+    accept(tiles.append_refusal(c.D))
     c.check_addresses("by", "gamma_q", "gamma_k")
     of_token = {"by": c.by, "gamma_q": c.gamma_q, "gamma_k": c.gamma_k, "eps": c.eps}
     return _split_launch(c, APPEND_SPLIT, "qkv", **of_token)
-
-
-def _normalizes(head_size: int) -> Refused | None:
-    takes = ", ".join(map(str, HEADS_WITH_NORMS))
-    why = f"head size {head_size}: takes {takes}: use qk_norm_append"
-    return Refused.first((head_size not in HEADS_WITH_NORMS, why))
 
 
 def fuses_norms(head_size: int) -> bool:
@@ -409,7 +415,7 @@ def fuses_norms(head_size: int) -> bool:
 
     If kernels overlap, qk_norm_append adds less time to a step than its work adds to attention.
     """
-    return not gpu().has_overlap and supports(_normalizes(head_size))
+    return not gpu().has_overlap and not tiles.append_refusal(head_size)
 
 
 def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:

@@ -11,9 +11,8 @@ import numpy as np
 from gpt2block.checks import check_blocks
 from gpt2block.cuda.arrays import CudaArray, on_16_bytes
 from gpt2block.models.weights.gguf import TYPES, random_blocks
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import Call, UncheckedCall, accept, needs, refuse
 from gpt2block.ops.operation import Inputs, Operation, Sizes, Workload, as_stated
-from gpt2block.ops.refusal import accept, needs, refuse
 from gpt2block.ops.warm import call
 
 FILE = "learn/gguf/ladder.cu"

@@ -21,9 +21,8 @@ from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import Call, UncheckedCall, refuse
 from gpt2block.ops.operation import Operation, Sizes, Workload, as_stated, variant
-from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 FILE = "learn/embedding/encoder.cu"

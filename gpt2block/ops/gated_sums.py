@@ -23,7 +23,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, nonzero
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import CACHE, Call, UncheckedCall
+from gpt2block.ops.call import CACHE, Call, Refused, UncheckedCall, accept, needs, refuse, supports
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
@@ -31,9 +31,8 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, che
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, Variant, variant
-from gpt2block.ops.products import Product, gate_define, shared_for_blocks, storage_of
+from gpt2block.ops.products import ProductFacts, gate_define, shared_for_blocks, storage_of
 from gpt2block.ops.products import limits as card_limits
-from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -134,7 +133,7 @@ def plan_sums(
     refused = Refused.first(
         (head and K > MAX_CHANNELS, f"K {K:,}: expected up to {MAX_CHANNELS:,}"),
         (most < M, f"{M:,} rows: expected up to {most}"),
-        mma.takes(dtype, K),
+        mma.refusal(dtype, K),
         (N >= mma.MANY_COLUMNS, f"{N:,} outputs: expected less than {mma.MANY_COLUMNS:,}"),
         (not possible,
          f"heads of {head} channels: expected a multiple of 8, at most {PORTABLE} times 32"),
@@ -299,14 +298,14 @@ def _supported(
 ) -> Fusions:
     """Return what the kernels for M rows can fuse in a layer. Arguments: as in `fusions`."""
     C, H = shapes["w_gate"]
-    gated = Product(M, H, C, dtype, up=True)
+    gated = ProductFacts(M, H, C, dtype, up=True)
     of_gate = mma_tiles.plan(gated) if mma.most_rows() < M else mma.plan(gated)
     gate = H % 8 == 0 and supports(of_gate)
     if MAX_ROTATED < M:
         return Fusions(gate=gate)
-    of_x = *(Product(M, shapes[name][1], C, dtype) for name in FIRST if name in shapes), gated
+    of_x = *(ProductFacts(M, shapes[name][1], C, dtype) for name in FIRST if name in shapes), gated
     norms = C % MULTIPLE == 0 and all(supports(mma.plan(p._replace(norm=2))) for p in of_x)
-    qkv = Product(M, shapes["w_qkv"][1], C, dtype, head=head_size)
+    qkv = ProductFacts(M, shapes["w_qkv"][1], C, dtype, head=head_size)
     rope = supports(mma.plan(qkv))
     heads = plan_sums(M, qkv.N, C, dtype, head_size, normed=True, summed=False)
     # Heads have norms of their own, not one norm of all heads together.

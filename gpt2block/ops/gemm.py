@@ -34,7 +34,7 @@ from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, accept, needs, storage
 from gpt2block.ops.engines import gemm_mma as mma
 from gpt2block.ops.engines import gemm_wgmma as wgmma
 from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
@@ -42,7 +42,6 @@ from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, Workload, variant
 from gpt2block.ops.products import MULTIPLE, SMALL, limits
-from gpt2block.ops.refusal import accept, needs
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 

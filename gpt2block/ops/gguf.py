@@ -14,11 +14,10 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, float_define, launch_at
 from gpt2block.models.weights import gguf_packing
 from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, refuse
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operands import CHUNK
 from gpt2block.ops.operation import Variant, variant
-from gpt2block.ops.refusal import refuse
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"

@@ -22,12 +22,11 @@ from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
 from gpt2block.models.weights.hi_lo import HiLoMatrix
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, refuse, storage
 from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
 from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, as_stated, variant
-from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 

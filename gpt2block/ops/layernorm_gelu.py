@@ -5,18 +5,11 @@ Kernels: learn/layernorm/gelu.cu, one for each variant.
 
 from __future__ import annotations
 
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    contiguous,
-    multiprocessors,
-    row_alignment,
-    same_memory,
-)
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment, same_memory
 from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, refuse
 from gpt2block.ops.engines.rows import ROW_BLOCKS, share
 from gpt2block.ops.operation import Operation, Workload, as_stated, variant
-from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 FILE = "learn/layernorm/gelu.cu"

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, refuse
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operation import Operation, Workload, as_stated, variant
 from gpt2block.ops.products import count_tiles, fastest
-from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 SKELETON = "learn/matmul/skeleton.cu"

@@ -21,8 +21,7 @@ from gpt2block.cuda.arrays import ArrayArgs, Bound, arrays_of, mapped
 from gpt2block.cuda.launch_lines import default_block, stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
-from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.refusal import UnsupportedCall
+from gpt2block.ops.call import Call, UncheckedCall, UnsupportedCall
 
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]

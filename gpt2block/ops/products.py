@@ -10,9 +10,8 @@ from gpt2block.cuda.arrays import max_shared, multiprocessors
 from gpt2block.cuda.kernels import WEIGHTS, Defines
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, Parts
+from gpt2block.ops.call import Call, Parts, Refused
 from gpt2block.ops.operands import Operand
-from gpt2block.ops.refusal import Refused
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
 # Sizes of products for checks, no multiples of blocks and vectors
@@ -22,7 +21,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 Tile = TypeVar("Tile")
 
 
-class Product(NamedTuple):
+class ProductFacts(NamedTuple):
     """The facts by which kernels of decoding plan a product of x (M, K) and weights (N, K).
 
     dtype: dtype of the weights. norm: the norm of x that the kernel computes, 0 none, 1 LayerNorm,
@@ -48,7 +47,7 @@ class Product(NamedTuple):
     workspace: int = 0
 
     @classmethod
-    def of(cls, c: Call) -> Product:
+    def of(cls, c: Call) -> ProductFacts:
         """Return the facts of a checked call."""
         given, blocks, workspace = vars(c).get, (c.w, vars(c).get("up")), vars(c).get("workspace")
         norm = 0 if given("gamma") is None else 1 + (given("beta") is None)

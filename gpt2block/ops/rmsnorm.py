@@ -23,12 +23,11 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.call import Call, UncheckedCall, refuse, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, ROW_BLOCKS, check_rows, share
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
 from gpt2block.ops.operation import Operation, Workload, variant
-from gpt2block.ops.refusal import refuse
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"

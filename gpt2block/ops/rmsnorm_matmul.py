@@ -24,13 +24,12 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.call import Call, Refused, UncheckedCall, accept, needs, refuse, storage
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
 from gpt2block.ops.operation import Operation, Sizes, Variant, Workload, variant
 from gpt2block.ops.products import MULTIPLE, SMALL, gate_define, limits, storage_of
-from gpt2block.ops.refusal import Refused, accept, needs, refuse, supports
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -138,7 +137,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
 
 
 def _mma(c: Call) -> tuple[Launch, ...]:
-    accept(_mma_takes(c))
+    accept(_mma_refusal(c))
     return _launches_of(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
@@ -156,7 +155,7 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
     )
 
 
-def _mma_takes(c: Call) -> Refused | None:
+def _mma_refusal(c: Call) -> Refused | None:
     """Return a refusal unless variant mma supports the call."""
     first = c.matrices[0]
     fits = mma.fits(c.N, c.K, c.stride, first.data.itemsize, first.layout)
@@ -178,7 +177,7 @@ def _aligned(c: Call, *others: CudaArray | None) -> bool:
 
 
 def _unfused(c: Call) -> tuple[Launch, ...]:
-    if supports(_mma_takes(c)):
+    if not _mma_refusal(c):
         file, geometry = mma.FILE, _mma_geometry(c, norm=False)
     else:
         file, geometry = matvec.FILE, _matvec_geometry(c, 0)
@@ -210,7 +209,7 @@ def _preferred(c: Call) -> tuple[str, ...]:
     count = len(c.matrices)
     names = ("wgmma",) if c.rows * c.N * c.K * count >= WGMMA_FROM else ()
     many = count == 2 and c.residual is None and c.rows >= UNFUSED_FROM
-    return (*names, "unfused" if many and supports(_mma_takes(c)) else "mma", "matvec")
+    return (*names, "unfused" if many and not _mma_refusal(c) else "mma", "matvec")
 
 
 def _checked(unchecked: UncheckedCall, **more: Any) -> Call:

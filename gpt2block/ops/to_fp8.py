@@ -15,9 +15,8 @@ from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import Call, UncheckedCall, refuse
 from gpt2block.ops.operation import Operation, Workload, variant
-from gpt2block.ops.refusal import refuse
 
 NORMS_FILE = "fp8/row_norms.cu"
 NORMS_BLOCK = 256

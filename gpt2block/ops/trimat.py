@@ -15,10 +15,9 @@ import numpy as np
 from gpt2block.cuda.arrays import CudaArray, on_16_bytes
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import Call, UncheckedCall, accept, needs, refuse
 from gpt2block.ops.operation import Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.products import RESERVED, limits
-from gpt2block.ops.refusal import accept, needs, refuse
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"

@@ -19,11 +19,11 @@ from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shape
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import fuses_norms
+from gpt2block.ops.call import Refused
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of, types_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
 from gpt2block.ops.products import same_types
-from gpt2block.ops.refusal import Refused
 
 
 class DecodingChoice:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry, defines_of, float_define
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, Refused, needs
 from gpt2block.ops.products import room
-from gpt2block.ops.refusal import Refused, needs
 
 MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
 WARPS = (4, 2, 1)  # warps per block of variant `online`, fastest first
@@ -25,6 +24,7 @@ ONE_BLOCK = 64 << 10  # bytes of shared memory per block that are all of a multi
 ONE_TILE = 256  # channels per head above which K and V share memory
 TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
 MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
+HEADS_WITH_NORMS = 64, 128, 256  # channels per head that attention_append takes
 WGMMA_TILE = 128  # queries per tile, and keys per tile, of variant wgmma
 # Threads of wgmma's kernels: two consumer warpgroups, 1 warp that copies, 3 warps that write the
 # kv_cache
@@ -53,20 +53,27 @@ def with_scores(geometry: Geometry, c: Call) -> Geometry:
     return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))
 
 
-def mma_takes(head_size: int, instead: str, hi_lo: bool = False) -> Refused | None:
+def mma_refusal(head_size: int, instead: str, hi_lo: bool = False) -> Refused | None:
     """Return a refusal unless variant mma supports these heads, of a HiLoMatrix with `hi_lo`."""
     heads = TENSOR_HEADS if hi_lo else MMA_HEADS
     takes = f"head size {head_size}: tensor cores take {', '.join(map(str, heads))}{instead}"
     return Refused.first((head_size not in heads, takes))
 
 
-def wgmma_takes(head_size: int) -> Refused | None:
+def wgmma_refusal(head_size: int) -> Refused | None:
     """Return a refusal unless variant wgmma supports these heads, on this GPU."""
     takes = f"takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
     return Refused.first(
         needs("has_wgmma", ": use variant mma"),
         (head_size not in TENSOR_HEADS, f"head size {head_size}: {takes}"),
     )
+
+
+def append_refusal(head_size: int) -> Refused | None:
+    """Return a refusal unless attention_append supports these heads."""
+    takes = ", ".join(map(str, HEADS_WITH_NORMS))
+    why = f"head size {head_size}: takes {takes}: use qk_norm_append"
+    return Refused.first((head_size not in HEADS_WITH_NORMS, why))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:

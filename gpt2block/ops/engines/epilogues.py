@@ -13,9 +13,8 @@ from gpt2block.cuda.arrays import check
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, cache_dtype, float_define, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, Parts
+from gpt2block.ops.call import Call, Parts, refuse
 from gpt2block.ops.products import storage_of
-from gpt2block.ops.refusal import refuse
 
 
 class Epilogue(NamedTuple):

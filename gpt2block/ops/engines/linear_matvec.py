@@ -9,6 +9,7 @@ from typing import NamedTuple
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Geometry, defines_of, size_defines
+from gpt2block.ops.call import Refused
 from gpt2block.ops.engines.linear_mma import (
     FLOATS_ALONE,
     ONE_MATRIX,
@@ -18,8 +19,7 @@ from gpt2block.ops.engines.linear_mma import (
     itemsize_of,
 )
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.products import Product, count_tiles, fastest, limits
-from gpt2block.ops.refusal import Refused
+from gpt2block.ops.products import ProductFacts, count_tiles, fastest, limits
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
@@ -231,7 +231,7 @@ def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
     return rows * padded + cut.split * cut.rows * cut.groups * cut.columns
 
 
-def takes(p: Product) -> Refused | None:
+def refusal(p: ProductFacts) -> Refused | None:
     """Return a refusal if only kernels on tensor cores support the weights or the rounding of x."""
     return Refused.first(
         (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma, or a WeightMatrix"),
@@ -240,11 +240,11 @@ def takes(p: Product) -> Refused | None:
     )
 
 
-def plan(p: Product) -> Geometry | Refused:
+def plan(p: ProductFacts) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     refused = Refused.first(
         (p.to_operand, FLOATS_ALONE),
-        takes(p),
+        refusal(p),
         (p.norm == RMSNORM, "takes no gamma without beta: use variant mma"),
         (p.operand, FLOATS_ALONE),
         (p.up, ONE_MATRIX),

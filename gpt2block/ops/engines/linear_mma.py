@@ -10,10 +10,10 @@ from typing import NamedTuple
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, nonzero_defines, size_defines
+from gpt2block.ops.call import Refused, needs
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import ordered
-from gpt2block.ops.products import Product, limits
-from gpt2block.ops.refusal import Refused, needs
+from gpt2block.ops.products import ProductFacts, limits
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
@@ -215,7 +215,7 @@ def itemsize_of(dtype: str) -> int:
     return 2 if dtype == HI_LO else BYTES.get(dtype, 1)
 
 
-def takes(dtype: str, K: int, instead: str = "") -> Refused | None:
+def refusal(dtype: str, K: int, instead: str = "") -> Refused | None:
     """Return a refusal if tensor-core kernels of decoding do not support weights or the GPU.
 
     The weights have K inputs, and no GGUF blocks. instead: advice.
@@ -233,7 +233,7 @@ def columns_of(geometry: Geometry) -> int:
     return int(dict(geometry.defines)["DECODE_COLUMNS"])
 
 
-def fit(geometry: Geometry | None, p: Product) -> Geometry | Refused:
+def fit(geometry: Geometry | None, p: ProductFacts) -> Geometry | Refused:
     """Return a geometry for few rows, or a refusal if the rows are too long, or too many."""
     if geometry is None:
         return Refused(
@@ -244,7 +244,7 @@ def fit(geometry: Geometry | None, p: Product) -> Geometry | Refused:
     return Refused.first((geometry.grid[1] > MAX_BLOCKS, too_many)) or geometry
 
 
-def plan(p: Product) -> Geometry | Refused:
+def plan(p: ProductFacts) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     columns, card, many = PAIRED_COLUMNS if p.up else COLUMNS, gpu(), p.outputs >= MANY_COLUMNS
     refused = Refused.first(
@@ -252,7 +252,7 @@ def plan(p: Product) -> Geometry | Refused:
         (p.head and (p.head % 16 or many),
          f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of 16, and less than "
          f"{MANY_COLUMNS:,} outputs: use linear and rope_append"),
-        takes(p.dtype, p.K, ": use variant matvec"),
+        refusal(p.dtype, p.K, ": use variant matvec"),
         (ordered(p.operand), FLOATS_ALONE),
         (p.up and p.residual, ONE_MATRIX),
         (p.norm == RMSNORM and (p.K > MAX_NORMED or many),

@@ -14,14 +14,20 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Defines, Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, GgufMatrix
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, Refused, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define, ordered
-from gpt2block.ops.products import Product, gate_define, limits, room, same_types, shared_for_blocks
-from gpt2block.ops.refusal import Refused, accept, needs
+from gpt2block.ops.products import (
+    ProductFacts,
+    gate_define,
+    limits,
+    room,
+    same_types,
+    shared_for_blocks,
+)
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -314,7 +320,7 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     return w.K % UNIT == 0 and w.begins_at(head or BORDER)
 
 
-def plan(p: Product) -> tuple[Geometry, WgmmaLinearTile] | Refused:
+def plan(p: ProductFacts) -> tuple[Geometry, WgmmaLinearTile] | Refused:
     """Return the launch of the kernel for a product, and its tile, or the reason to refuse."""
     w, wanted = p.blocks[0] if p.blocks else None, operand(p.dtype, p.rounded)
     head, multiple = 0 if w else p.head, 2 * ROPE_BOX
@@ -350,7 +356,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     For GGUF types with minimums, a launch that sums chunks of x precedes the product, unless x is
     stored with the sums.
     """
-    p = Product.of(c)
+    p = ProductFacts.of(c)
     launch_geometry, tile = accept(plan(p))
     in_blocks, gated = c.w.dtype == GGUF, p.up
     c.check_addresses("x", "w", "up")
