@@ -31,7 +31,7 @@ from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, che
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, Variant, variant
-from gpt2block.ops.products import ProductFacts, gate_define, shared_for_blocks, storage_of
+from gpt2block.ops.products import Matmul, gate_define, shared_for_blocks, storage_of
 from gpt2block.ops.products import limits as card_limits
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
@@ -298,14 +298,14 @@ def _supported(
 ) -> Fusions:
     """Return what the kernels for M rows can fuse in a layer. Arguments: as in `fusions`."""
     C, H = shapes["w_gate"]
-    gated = ProductFacts(M, H, C, dtype, up=True)
+    gated = Matmul(M, H, C, dtype, up=True)
     of_gate = mma_tiles.plan(gated) if mma.most_rows() < M else mma.plan(gated)
     gate = H % 8 == 0 and supports(of_gate)
     if MAX_ROTATED < M:
         return Fusions(gate=gate)
-    of_x = *(ProductFacts(M, shapes[name][1], C, dtype) for name in FIRST if name in shapes), gated
+    of_x = *(Matmul(M, shapes[name][1], C, dtype) for name in FIRST if name in shapes), gated
     norms = C % MULTIPLE == 0 and all(supports(mma.plan(p._replace(norm=2))) for p in of_x)
-    qkv = ProductFacts(M, shapes["w_qkv"][1], C, dtype, head=head_size)
+    qkv = Matmul(M, shapes["w_qkv"][1], C, dtype, head=head_size)
     rope = supports(mma.plan(qkv))
     heads = plan_sums(M, qkv.N, C, dtype, head_size, normed=True, summed=False)
     # Heads have norms of their own, not one norm of all heads together.

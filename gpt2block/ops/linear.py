@@ -68,7 +68,7 @@ from gpt2block.ops.operands import (
     stored_scale,
 )
 from gpt2block.ops.operation import REQUIRED, Launches, Operation, Variant, Workload, variant
-from gpt2block.ops.products import SMALL, ProductFacts, gate_define, limits, storage_of
+from gpt2block.ops.products import SMALL, Matmul, gate_define, limits, storage_of
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
@@ -123,11 +123,11 @@ def operands_of(
     sizes, found = _deciding_sizes(M, shapes), dict[str, tuple[Operand, ...]]()
     for name, (K, N) in shapes.items():
         faster = [wide] * (sizes[name] >= least) + [in_place] * (mma.most_rows() < M)
-        found[name] = _supported(ProductFacts(M, N, K, dtype, rounded=rounded), faster)
+        found[name] = _supported(Matmul(M, N, K, dtype, rounded=rounded), faster)
     return {name: operands for name, operands in found.items() if operands}
 
 
-def _supported(p: ProductFacts, operands: Iterable[Operand]) -> tuple[Operand, ...]:
+def _supported(p: Matmul, operands: Iterable[Operand]) -> tuple[Operand, ...]:
     """Return the operands in which a kernel reads x of a product."""
     plans = {o: wgmma.plan if ordered(o) else mma_tiles.plan for o in operands}
     return tuple(o for o, plan in plans.items() if supports(plan(p._replace(operand=o))))
@@ -195,7 +195,7 @@ def _few_rows(
 
 def _by_cores(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/cores.cu."""
-    geometry, size = accept(matvec.plan(ProductFacts.of(c))), int(c.w.data.itemsize)
+    geometry, size = accept(matvec.plan(Matmul.of(c))), int(c.w.data.itemsize)
     load = matvec.order(c.w.whole_N, c.K, size)[0] * size
     _send_after(c)
     return _few_rows(c, matvec.FILE, geometry, load, epilogue(c))
@@ -203,7 +203,7 @@ def _by_cores(c: Call, epilogue: Ends) -> Launch:
 
 def _by_mma(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma.cu."""
-    geometry, end = accept(mma.plan(ProductFacts.of(c))), epilogue(c)
+    geometry, end = accept(mma.plan(Matmul.of(c))), epilogue(c)
     end = end._replace(defines=(*end.defines, *nonzero_defines(DECODE_ROPE=end.head)))
     return _few_rows(c, mma.FILE, geometry, mma.LOADED, end, x_scale=c.x_scale)
 
@@ -216,7 +216,7 @@ def _send_after(c: Call) -> None:
 
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
-    geometry = accept(mma_tiles.plan(ProductFacts.of(c)))
+    geometry = accept(mma_tiles.plan(Matmul.of(c)))
     _send_after(c)
     c.check_addresses("w", "x", "up")
     defines = count_define(c.rounded)
@@ -282,7 +282,7 @@ GGUF_ENGINES = (
 def _tiles(c: Call) -> Launches:
     if c.w.dtype == GGUF:
         return _by_mma_gguf(c, epilogue=add)
-    p, M, N, K, data = ProductFacts.of(c), c.M, c.N, c.K, c.w.data
+    p, M, N, K, data = Matmul.of(c), c.M, c.N, c.K, c.w.data
     accept(matvec.refusal(p))
     floats = "takes and gives floats, of one matrix: use variant wgmma"
     most = f"at most {tiles.MAX_SIZE:,} rows or outputs, and {tiles.MAX_K:,} inputs"

@@ -21,7 +21,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 Tile = TypeVar("Tile")
 
 
-class ProductFacts(NamedTuple):
+class Matmul(NamedTuple):
     """The facts by which kernels of decoding plan a product of x (M, K) and weights (N, K).
 
     dtype: dtype of the weights. norm: the norm of x that the kernel computes, 0 none, 1 LayerNorm,
@@ -47,7 +47,7 @@ class ProductFacts(NamedTuple):
     workspace: int = 0
 
     @classmethod
-    def of(cls, c: Call) -> ProductFacts:
+    def of(cls, c: Call) -> Matmul:
         """Return the facts of a checked call."""
         given, blocks, workspace = vars(c).get, (c.w, vars(c).get("up")), vars(c).get("workspace")
         norm = 0 if given("gamma") is None else 1 + (given("beta") is None)

@@ -19,14 +19,7 @@ from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, RMSNORM, STATIC,
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
-from gpt2block.ops.products import (
-    ProductFacts,
-    gate_define,
-    limits,
-    room,
-    same_types,
-    shared_for_blocks,
-)
+from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
@@ -65,7 +58,7 @@ class SharedMemory(NamedTuple):
     """Sizes that determine the bytes of shared memory per block of mma_gguf.cu.
 
     slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
-    x, as in `ProductFacts`. terms: 16-bit terms per value of x. staged: whether blocks that are
+    x, as in `Matmul`. terms: 16-bit terms per value of x. staged: whether blocks that are
     not `together` hold a unit of x at a time. copied: whether this unit is copied from an operand.
     """
 
@@ -317,7 +310,7 @@ def reads_operand(K: int) -> bool:
     return gpu().has_bf16 and K % UNIT == 0
 
 
-def plan(p: ProductFacts) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     operand, stored, holds = p.operand, p.to_operand, p.rounded and not gpu().has_wgmma
     refused = Refused.first(
@@ -350,7 +343,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     matrix of a gated product; and workspace, floats that are 0 before and after each launch, for
     counters, and then for sums. c.rounded: whether x is rounded to one 16-bit term per value.
     """
-    given, p = vars(c).get, ProductFacts.of(c)
+    given, p = vars(c).get, Matmul.of(c)
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
     launch_geometry, norm = accept(plan(p)), p.norm
     defines = nonzero_defines(DECODE_NORM=norm, DECODE_UP=p.up)

@@ -10,16 +10,9 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Geometry, defines_of, size_defines
 from gpt2block.ops.call import Refused
-from gpt2block.ops.engines.linear_mma import (
-    FLOATS_ALONE,
-    ONE_MATRIX,
-    RMSNORM,
-    STATIC,
-    fit,
-    itemsize_of,
-)
+from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.products import ProductFacts, count_tiles, fastest, limits
+from gpt2block.ops.products import Matmul, count_tiles, fastest, limits
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
@@ -231,7 +224,7 @@ def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
     return rows * padded + cut.split * cut.rows * cut.groups * cut.columns
 
 
-def refusal(p: ProductFacts) -> Refused | None:
+def refusal(p: Matmul) -> Refused | None:
     """Return a refusal if only kernels on tensor cores support the weights or the rounding of x."""
     return Refused.first(
         (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma, or a WeightMatrix"),
@@ -240,15 +233,15 @@ def refusal(p: ProductFacts) -> Refused | None:
     )
 
 
-def plan(p: ProductFacts) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     refused = Refused.first(
-        (p.to_operand, FLOATS_ALONE),
+        (p.to_operand, mma.FLOATS_ALONE),
         refusal(p),
-        (p.norm == RMSNORM, "takes no gamma without beta: use variant mma"),
-        (p.operand, FLOATS_ALONE),
-        (p.up, ONE_MATRIX),
+        (p.norm == mma.RMSNORM, "takes no gamma without beta: use variant mma"),
+        (p.operand, mma.FLOATS_ALONE),
+        (p.up, mma.ONE_MATRIX),
     )
     options = {"norm": p.norm > 0, "whole_N": p.whole_N, "tiled": not gpu().has_bf16}
-    sizes = p.M, p.N, p.K, itemsize_of(p.dtype)
-    return refused or fit(geometry(*sizes, **options, **limits(STATIC)), p)
+    sizes = p.M, p.N, p.K, mma.itemsize_of(p.dtype)
+    return refused or mma.fit(geometry(*sizes, **options, **limits(mma.STATIC)), p)

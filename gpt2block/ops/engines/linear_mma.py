@@ -13,7 +13,7 @@ from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, nonzero_defines, size_d
 from gpt2block.ops.call import Refused, needs
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import ordered
-from gpt2block.ops.products import ProductFacts, limits
+from gpt2block.ops.products import Matmul, limits
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
@@ -233,7 +233,7 @@ def columns_of(geometry: Geometry) -> int:
     return int(dict(geometry.defines)["DECODE_COLUMNS"])
 
 
-def fit(geometry: Geometry | None, p: ProductFacts) -> Geometry | Refused:
+def fit(geometry: Geometry | None, p: Matmul) -> Geometry | Refused:
     """Return a geometry for few rows, or a refusal if the rows are too long, or too many."""
     if geometry is None:
         return Refused(
@@ -244,7 +244,7 @@ def fit(geometry: Geometry | None, p: ProductFacts) -> Geometry | Refused:
     return Refused.first((geometry.grid[1] > MAX_BLOCKS, too_many)) or geometry
 
 
-def plan(p: ProductFacts) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     columns, card, many = PAIRED_COLUMNS if p.up else COLUMNS, gpu(), p.outputs >= MANY_COLUMNS
     refused = Refused.first(

@@ -12,18 +12,11 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Geometry, nonzero_defines, size_defines
 from gpt2block.ops.call import Refused
-from gpt2block.ops.engines.linear_mma import (
-    BYTES,
-    FLOAT,
-    STATIC,
-    TERM_DTYPES,
-    UNIT,
-    refusal,
-    splits,
-)
+from gpt2block.ops.engines import linear_mma as mma
+from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operands import ordered
-from gpt2block.ops.products import ProductFacts, count_tiles, limits, room
+from gpt2block.ops.products import Matmul, count_tiles, limits, room
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
@@ -211,10 +204,10 @@ def geometry(
     return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)
 
 
-def plan(p: ProductFacts) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refused:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     card, sizes = gpu(), (p.M, p.outputs, p.K, p.dtype)
-    alone = card.has_clusters or not card.has_bf16 or p.dtype not in TERM_DTYPES
+    alone = card.has_clusters or not card.has_bf16 or p.dtype not in mma.TERM_DTYPES
     in_order = ordered(p.operand) or ordered(p.to_operand)
     refused = Refused.first(
         (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
@@ -222,10 +215,10 @@ def plan(p: ProductFacts) -> Geometry | Refused:
          "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"),
         (in_order or (p.up and (alone or p.residual)),
          "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"),
-        refusal(p.dtype, p.K, ": use variant matvec"),
+        mma.refusal(p.dtype, p.K, ": use variant matvec"),
     )  # fmt: skip
     copies = {"clusters": card.has_clusters, "copies": card.has_bf16}
     operands = p.operand is not None, p.to_operand is not None
     return refused or geometry(
-        *sizes, choose(*sizes, **copies, **limits(STATIC), gated=p.up), *operands, gated=p.up
+        *sizes, choose(*sizes, **copies, **limits(mma.STATIC), gated=p.up), *operands, gated=p.up
     )

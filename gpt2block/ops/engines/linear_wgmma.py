@@ -20,14 +20,7 @@ from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPL
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define, ordered
-from gpt2block.ops.products import (
-    ProductFacts,
-    gate_define,
-    limits,
-    room,
-    same_types,
-    shared_for_blocks,
-)
+from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -320,7 +313,7 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     return w.K % UNIT == 0 and w.begins_at(head or BORDER)
 
 
-def plan(p: ProductFacts) -> tuple[Geometry, WgmmaLinearTile] | Refused:
+def plan(p: Matmul) -> tuple[Geometry, WgmmaLinearTile] | Refused:
     """Return the launch of the kernel for a product, and its tile, or the reason to refuse."""
     w, wanted = p.blocks[0] if p.blocks else None, operand(p.dtype, p.rounded)
     head, multiple = 0 if w else p.head, 2 * ROPE_BOX
@@ -356,7 +349,7 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     For GGUF types with minimums, a launch that sums chunks of x precedes the product, unless x is
     stored with the sums.
     """
-    p = ProductFacts.of(c)
+    p = Matmul.of(c)
     launch_geometry, tile = accept(plan(p))
     in_blocks, gated = c.w.dtype == GGUF, p.up
     c.check_addresses("x", "w", "up")
