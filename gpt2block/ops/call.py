@@ -1,7 +1,7 @@
 """Checks of a call on a GPU: `checked` applies the contract of an operation to CUDA arrays.
 
 A kernel has a function that plans its launch from facts, such as sizes, dtypes and the GPU, or
-returns `Refused`. The launch and the code that predicts kernels ask for the same plan.
+returns `Refusal`. The launch and the code that predicts kernels ask for the same plan.
 """
 
 from __future__ import annotations
@@ -299,13 +299,13 @@ class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another varia
     """A variant does not support a call's dtypes, sizes, alignment or compute capability."""
 
 
-class Refused(NamedTuple):
+class Refusal(NamedTuple):
     """The reason why a kernel does not support the facts of a call, in place of a plan."""
 
     reason: str
 
     @classmethod
-    def first(cls, *reasons: tuple[object, str] | Refused | None) -> Refused | None:
+    def first(cls, *reasons: tuple[object, str] | Refusal | None) -> Refusal | None:
         """Return the first refusal, of refusals and of pairs (condition, reason), or None."""
         for each in reasons:
             if each and each[0]:
@@ -313,25 +313,25 @@ class Refused(NamedTuple):
         return None
 
 
-def accept(plan: Plan | Refused) -> Plan:
+def accept(plan: Plan | Refusal) -> Plan:
     """Return a plan. Raises UnsupportedCall with the reason if the kernel refused."""
-    if isinstance(plan, Refused):
+    if isinstance(plan, Refusal):
         raise UnsupportedCall(plan.reason)
     return plan
 
 
 def refuse(condition: object, reason: str) -> None:
     """Raise UnsupportedCall with a reason if a condition is true."""
-    accept(Refused.first((condition, reason)))
+    accept(Refusal.first((condition, reason)))
 
 
 def supports(plan: object) -> bool:
     """Return whether a kernel has a plan, or no reason to refuse."""
-    return not isinstance(plan, Refused)
+    return not isinstance(plan, Refusal)
 
 
-def needs(feature: str, instead: str = "") -> Refused | None:
+def needs(feature: str, instead: str = "") -> Refusal | None:
     """Return a refusal on a GPU without a feature, one of LEAST. instead: advice."""
     if getattr(gpu(), feature):
         return None
-    return Refused(f"needs a GPU of compute capability {LEAST[feature]}{instead}")
+    return Refusal(f"needs a GPU of compute capability {LEAST[feature]}{instead}")

@@ -23,7 +23,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, nonzero
 from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import CACHE, Call, Refused, UncheckedCall, accept, needs, refuse, supports
+from gpt2block.ops.call import CACHE, Call, Refusal, UncheckedCall, accept, needs, refuse, supports
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
@@ -100,7 +100,7 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
 
 def plan(
     M: int, C: int, H: int, dtype: str, types: tuple[str, str] | None = None, terms: int = mma.TERMS
-) -> Geometry | Refused:
+) -> Geometry | Refusal:
     """Return the launch of `gated_sums` for x (M, C) and h (M, H), or the reason to refuse.
 
     dtype: dtype of the weights. types, terms: as in `blocks_geometry`, for GGUF weights.
@@ -112,7 +112,7 @@ def plan(
         launch_geometry, multiple = geometry(M, C, H, dtype, limits()), MULTIPLE
         of_dtype, weights = f", {dtype}", f"weights of {', '.join(DTYPES)}, "
         advice = ": use linear and silu_mul"
-    return needs("has_clusters", advice) or launch_geometry or Refused(
+    return needs("has_clusters", advice) or launch_geometry or Refusal(
         f"x {(M, C)}, {H:,} channels{of_dtype}: expected up to {MAX_ROWS} rows of up to "
         f"{MAX_CHANNELS:,} channels, a multiple of {multiple}, equal splits of the channels "
         f"between the products, {weights}and clusters that fit in {limits().max_shared:,} bytes "
@@ -122,7 +122,7 @@ def plan(
 
 def plan_sums(
     M: int, N: int, K: int, dtype: str, head: int = 0, normed: bool = False, summed: bool = True
-) -> Geometry | Refused:
+) -> Geometry | Refusal:
     """Return the launch of a product that adds partial sums, or the reason to refuse.
 
     head: channels per head with RoPE, else 0. normed: whether heads have norms. summed: whether x
@@ -130,7 +130,7 @@ def plan_sums(
     """
     most = MAX_ROWS if summed or not head else MAX_ROTATED
     possible = normed_columns(head) if normed else mma.COLUMNS
-    refused = Refused.first(
+    refused = Refusal.first(
         (head and K > MAX_CHANNELS, f"K {K:,}: expected up to {MAX_CHANNELS:,}"),
         (most < M, f"{M:,} rows: expected up to {most}"),
         mma.refusal(dtype, K),
@@ -142,7 +142,7 @@ def plan_sums(
     launch_geometry = refused or mma.geometry(M, N, K, dtype, **options)
     if isinstance(launch_geometry, Geometry) and normed and mma.columns_of(launch_geometry) < head:
         refused = needs("has_clusters", ", as a head has several blocks")
-    too_long = Refused(f"K {K:,}: a row does not fit in shared memory")
+    too_long = Refusal(f"K {K:,}: a row does not fit in shared memory")
     return refused or launch_geometry or too_long
 
 
@@ -346,11 +346,11 @@ def _gated_sums(c: Call) -> Launch:
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-def types_of(*matrices: WeightMatrix) -> tuple[str, str] | Refused:
+def types_of(*matrices: WeightMatrix) -> tuple[str, str] | Refusal:
     """Return the GGUF types of w_gate and w_down of w_gate, w_up and w_down, or a refusal."""
     ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix) and len(w.ranges) == 1]
     if len(ranges) < len(matrices) or ranges[0] != ranges[1]:
-        return Refused(
+        return Refusal(
             "weights: expected GgufMatrices of a type each, w_gate's and w_up's the same"
         )
     return ranges[0][0][0], ranges[2][0][0]
@@ -366,7 +366,7 @@ def _gated_blocks(c: Call) -> Launch:
     return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-def _checked(of_sizes: Geometry | Refused, c: Call) -> Geometry:
+def _checked(of_sizes: Geometry | Refusal, c: Call) -> Geometry:
     """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
     launch_geometry, splits = accept(of_sizes), mma.splits(c.H)[0]
     refuse(c.splits != splits, f"splits: expected {splits}, got {c.splits}")

@@ -10,7 +10,7 @@ from gpt2block.cuda.arrays import max_shared, multiprocessors
 from gpt2block.cuda.kernels import WEIGHTS, Defines
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, Parts, Refused
+from gpt2block.ops.call import Call, Parts, Refusal
 from gpt2block.ops.operands import Operand
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
@@ -69,11 +69,11 @@ class Matmul(NamedTuple):
         return self.N * (1 + self.up)
 
 
-def same_types(blocks: Sequence[GgufMatrix]) -> Refused | None:
+def same_types(blocks: Sequence[GgufMatrix]) -> Refusal | None:
     """Return a refusal if two matrices of a product have GGUF blocks of different types."""
     wanted, *others = [w.ranges for w in blocks] or [()]
     different = [ranges for ranges in others if ranges != wanted]
-    return Refused(f"up: expected types {wanted}, got {different[0]}") if different else None
+    return Refusal(f"up: expected types {wanted}, got {different[0]}") if different else None
 
 
 def limits(static: int = 0) -> dict[str, int]:

@@ -24,7 +24,7 @@ from gpt2block.cuda.arrays import (
 from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, Refused, UncheckedCall, accept, needs, refuse, storage
+from gpt2block.ops.call import Call, Refusal, UncheckedCall, accept, needs, refuse, storage
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
@@ -125,7 +125,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
     )
     chosen = accept(
         geometry
-        or Refused(
+        or Refusal(
             f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {max_shared:,} bytes of "
             "this GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
@@ -155,11 +155,11 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
     )
 
 
-def _mma_refusal(c: Call) -> Refused | None:
+def _mma_refusal(c: Call) -> Refusal | None:
     """Return a refusal unless variant mma supports the call."""
     first = c.matrices[0]
     fits = mma.fits(c.N, c.K, c.stride, first.data.itemsize, first.layout)
-    return Refused.first(
+    return Refusal.first(
         needs("has_mma", ": use variant matvec"),
         (c.storage == "float32", "takes float16 and bfloat16: use variant matvec"),
         (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, Refused, UncheckedCall, accept
+from gpt2block.ops.call import Call, Refusal, UncheckedCall, accept
 from gpt2block.ops.engines.rows import (
     LONGEST_IN_REGISTERS,
     ROW_BLOCKS,
@@ -51,9 +51,9 @@ _online_block = _ladder(
 )
 
 
-def _rows_refusal(T: int) -> Refused | None:
+def _rows_refusal(T: int) -> Refusal | None:
     most = f"at most {LONGEST_IN_REGISTERS:,}, which fit in registers: use another variant"
-    return Refused.first((T > LONGEST_IN_REGISTERS, f"rows of {T:,} values: expected {most}"))
+    return Refusal.first((T > LONGEST_IN_REGISTERS, f"rows of {T:,} values: expected {most}"))
 
 
 @variant("rows", FILE, "softmax_forward_kernel4", blocks=ROW_BLOCKS)

@@ -19,7 +19,7 @@ from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shape
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import fuses_norms
-from gpt2block.ops.call import Refused
+from gpt2block.ops.call import Refusal
 from gpt2block.ops.gated_sums import Fusions, fusions, splits_of, types_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
@@ -208,7 +208,7 @@ class DecodingChoice:
             names = (f"h.{n}.{name}" for name in ("w_gate", "w_up", "w_down", "w_o"))
             *matrices, o = (self.matrices[name] for name in names)
             pair = types_of(*matrices)
-            if isinstance(pair, Refused) or not isinstance(o, GgufMatrix):
+            if isinstance(pair, Refusal) or not isinstance(o, GgufMatrix):
                 return set()
             types.add(pair)
         return types

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpt2block.cuda.kernels import Defines, Geometry, defines_of, float_define
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, Refused, needs
+from gpt2block.ops.call import Call, Refusal, needs
 from gpt2block.ops.products import room
 
 MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
@@ -53,27 +53,27 @@ def with_scores(geometry: Geometry, c: Call) -> Geometry:
     return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))
 
 
-def mma_refusal(head_size: int, instead: str, hi_lo: bool = False) -> Refused | None:
+def mma_refusal(head_size: int, instead: str, hi_lo: bool = False) -> Refusal | None:
     """Return a refusal unless variant mma supports these heads, of a HiLoMatrix with `hi_lo`."""
     heads = TENSOR_HEADS if hi_lo else MMA_HEADS
     takes = f"head size {head_size}: tensor cores take {', '.join(map(str, heads))}{instead}"
-    return Refused.first((head_size not in heads, takes))
+    return Refusal.first((head_size not in heads, takes))
 
 
-def wgmma_refusal(head_size: int) -> Refused | None:
+def wgmma_refusal(head_size: int) -> Refusal | None:
     """Return a refusal unless variant wgmma supports these heads, on this GPU."""
     takes = f"takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
-    return Refused.first(
+    return Refusal.first(
         needs("has_wgmma", ": use variant mma"),
         (head_size not in TENSOR_HEADS, f"head size {head_size}: {takes}"),
     )
 
 
-def append_refusal(head_size: int) -> Refused | None:
+def append_refusal(head_size: int) -> Refusal | None:
     """Return a refusal unless attention_append supports these heads."""
     takes = ", ".join(map(str, HEADS_WITH_NORMS))
     why = f"head size {head_size}: takes {takes}: use qk_norm_append"
-    return Refused.first((head_size not in HEADS_WITH_NORMS, why))
+    return Refusal.first((head_size not in HEADS_WITH_NORMS, why))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:

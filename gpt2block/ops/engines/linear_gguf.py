@@ -13,7 +13,7 @@ from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES
-from gpt2block.ops.call import Call, Refused, accept, needs
+from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, RMSNORM, STATIC, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
@@ -310,10 +310,10 @@ def reads_operand(K: int) -> bool:
     return gpu().has_bf16 and K % UNIT == 0
 
 
-def plan(p: Matmul) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refusal:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     operand, stored, holds = p.operand, p.to_operand, p.rounded and not gpu().has_wgmma
-    refused = Refused.first(
+    refused = Refusal.first(
         (operand and not (holds and operand.for_blocks and reads_operand(p.K)),
          f"K {p.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
          "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"),
@@ -331,7 +331,7 @@ def plan(p: Matmul) -> Geometry | Refused:
         terms=1 if p.rounded else TERMS, clusters=gpu().has_clusters and not holds,
         operand=operand is not None, summed=p.summed,
         workspace=0 if p.norm or p.up else p.workspace, **limits(STATIC),
-    ) or Refused(
+    ) or Refusal(
         f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Geometry, defines_of, size_defines
-from gpt2block.ops.call import Refused
+from gpt2block.ops.call import Refusal
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.products import Matmul, count_tiles, fastest, limits
@@ -224,18 +224,18 @@ def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
     return rows * padded + cut.split * cut.rows * cut.groups * cut.columns
 
 
-def refusal(p: Matmul) -> Refused | None:
+def refusal(p: Matmul) -> Refusal | None:
     """Return a refusal if only kernels on tensor cores support the weights or the rounding of x."""
-    return Refused.first(
+    return Refusal.first(
         (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma, or a WeightMatrix"),
         (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
         (p.rounded, "does not round x: use variant mma"),
     )
 
 
-def plan(p: Matmul) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refusal:
     """Return the launch of the kernel for a product, or the reason to refuse."""
-    refused = Refused.first(
+    refused = Refusal.first(
         (p.to_operand, mma.FLOATS_ALONE),
         refusal(p),
         (p.norm == mma.RMSNORM, "takes no gamma without beta: use variant mma"),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, nonzero_defines, size_defines
-from gpt2block.ops.call import Refused, needs
+from gpt2block.ops.call import Refusal, needs
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import ordered
 from gpt2block.ops.products import Matmul, limits
@@ -215,13 +215,13 @@ def itemsize_of(dtype: str) -> int:
     return 2 if dtype == HI_LO else BYTES.get(dtype, 1)
 
 
-def refusal(dtype: str, K: int, instead: str = "") -> Refused | None:
+def refusal(dtype: str, K: int, instead: str = "") -> Refusal | None:
     """Return a refusal if tensor-core kernels of decoding do not support weights or the GPU.
 
     The weights have K inputs, and no GGUF blocks. instead: advice.
     """
     multiple = LOADED // itemsize_of(dtype)
-    return Refused.first(
+    return Refusal.first(
         (dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
         needs("has_bf16" if dtype == "float32" else "has_mma", instead),
         (K % multiple, f"K {K:,}: expected a multiple of {multiple} for {dtype}{instead}"),
@@ -233,21 +233,21 @@ def columns_of(geometry: Geometry) -> int:
     return int(dict(geometry.defines)["DECODE_COLUMNS"])
 
 
-def fit(geometry: Geometry | None, p: Matmul) -> Geometry | Refused:
+def fit(geometry: Geometry | None, p: Matmul) -> Geometry | Refusal:
     """Return a geometry for few rows, or a refusal if the rows are too long, or too many."""
     if geometry is None:
-        return Refused(
+        return Refusal(
             f"K {p.K:,}: a row does not fit in the {limits(STATIC)['max_shared']:,} bytes of "
             "this GPU's shared memory: variant tiles has no such limit"
         )
     too_many = f"{p.M:,} rows: too many for this variant: use variant tiles"
-    return Refused.first((geometry.grid[1] > MAX_BLOCKS, too_many)) or geometry
+    return Refusal.first((geometry.grid[1] > MAX_BLOCKS, too_many)) or geometry
 
 
-def plan(p: Matmul) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refusal:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     columns, card, many = PAIRED_COLUMNS if p.up else COLUMNS, gpu(), p.outputs >= MANY_COLUMNS
-    refused = Refused.first(
+    refused = Refusal.first(
         (p.to_operand, FLOATS_ALONE),
         (p.head and (p.head % 16 or many),
          f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of 16, and less than "

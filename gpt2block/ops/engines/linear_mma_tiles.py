@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Geometry, nonzero_defines, size_defines
-from gpt2block.ops.call import Refused
+from gpt2block.ops.call import Refusal
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops.engines.rows import WARP
@@ -204,12 +204,12 @@ def geometry(
     return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)
 
 
-def plan(p: Matmul) -> Geometry | Refused:
+def plan(p: Matmul) -> Geometry | Refusal:
     """Return the launch of the kernel for a product, or the reason to refuse."""
     card, sizes = gpu(), (p.M, p.outputs, p.K, p.dtype)
     alone = card.has_clusters or not card.has_bf16 or p.dtype not in mma.TERM_DTYPES
     in_order = ordered(p.operand) or ordered(p.to_operand)
-    refused = Refused.first(
+    refused = Refusal.first(
         (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
         (p.norm,
          "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"),

@@ -14,7 +14,7 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import HI_LO, Defines, Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, GgufMatrix
-from gpt2block.ops.call import Call, Refused, accept, needs
+from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
@@ -313,12 +313,12 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     return w.K % UNIT == 0 and w.begins_at(head or BORDER)
 
 
-def plan(p: Matmul) -> tuple[Geometry, WgmmaLinearTile] | Refused:
+def plan(p: Matmul) -> tuple[Geometry, WgmmaLinearTile] | Refusal:
     """Return the launch of the kernel for a product, and its tile, or the reason to refuse."""
     w, wanted = p.blocks[0] if p.blocks else None, operand(p.dtype, p.rounded)
     head, multiple = 0 if w else p.head, 2 * ROPE_BOX
     in_order = ordered(p.operand) and (p.to_operand is None or ordered(p.to_operand))
-    refused = Refused.first(
+    refused = Refusal.first(
         needs("has_wgmma", f": use {'linear and rope_append' if p.head else 'variant mma_tiles'}"),
         (head and p.operand != wanted, f"terms of {p.operand}: expected {wanted}"),
         (head % multiple, f"heads of {head} channels: expected a multiple of {multiple}"),
