@@ -274,12 +274,12 @@ def device_attribute(name: str) -> int:
 
 def multiprocessors() -> int:
     """Return the number of multiprocessors (SMs) of the current device."""
-    return device_attribute("MultiProcessorCount")
+    return attribute_of(cupy.cuda.Device().id, "MultiProcessorCount")
 
 
 def max_shared() -> int:
     """Return the bytes of shared memory that a block can have on the current device."""
-    return device_attribute("MaxSharedMemoryPerBlockOptin")
+    return attribute_of(cupy.cuda.Device().id, "MaxSharedMemoryPerBlockOptin")
 
 
 def compute_capability() -> int:

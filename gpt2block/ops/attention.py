@@ -130,7 +130,7 @@ def _fit_mha(c: Call) -> Geometry:
     defines = tiles.heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
-    limit = limits(static)["max_shared"]
+    limit = max_shared() - static
     too_long = (
         f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
         f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"

@@ -322,7 +322,8 @@ def accept(plan: Plan | Refusal) -> Plan:
 
 def refuse(condition: object, reason: str) -> None:
     """Raise UnsupportedCall with a reason if a condition is true."""
-    accept(Refusal.first((condition, reason)))
+    if condition:
+        accept(Refusal(reason))
 
 
 def supports(plan: object) -> bool:
