@@ -145,11 +145,9 @@ class DecodingChoice:
             splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:
                 return plan._replace(fuses=ALL_FUSED, splits=splits)
-        norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
-        if in_blocks:
+        norms, fuses = rows <= MORE_ROWS, Fusions() if operands is None else self._fusions(rows)
+        if operands is not None and self._in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not operands
-        fuses = self._fusions(rows) if operands is not None else Fusions()
-        if in_blocks:
             fuses = Fusions(norms=True, rope=True, gate=True)
         if operands is not None and together == 1 and not self.divided and not self.settings.values:
             of_head = shapes.get("gamma_q", (head_size,)) == (head_size,)
@@ -158,10 +156,8 @@ class DecodingChoice:
         summed = {name for name in operands or () if self._reads_sums(name)}
         if not all(w.begins_at(CHUNK) for w in self._of_blocks("w_gate")):
             summed.discard("w_down")  # different warps compute the types of a chunk
-        known = operands or {}
-        return plan._replace(
-            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed
-        )
+        plan = plan._replace(norms=norms, known=operands or {}, bounds=self.bounds)
+        return plan._replace(fuses=fuses, summed=summed)
 
     @cached_property
     def _matrix_shapes(self) -> dict[str, tuple[int, int]]:

@@ -29,7 +29,7 @@ from gpt2block.engine.passes.rewriting import (
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
-from gpt2block.ops.operands import CHUNK, Operand, ordered
+from gpt2block.ops.operands import CHUNK, Operand, head_multiple, ordered
 
 # All that a layer fuses if its feed-forward is one kernel
 ALL_FUSED = Fusions(norms=True, rope=True, gate=True, heads=True)
@@ -85,7 +85,7 @@ class DecodingPlan(NamedTuple):
         if normed and not (self.fuses.heads and operand is None):
             return False
         possible = ordered(operand) or (self.fuses.rope and operand is None)
-        return possible and self.head_size % (64 if ordered(operand) else 16) == 0
+        return possible and self.head_size % head_multiple(operand) == 0
 
 
 def power_from(bound: float) -> float:

@@ -12,7 +12,7 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, nonzero_defines, size_defines
 from gpt2block.ops.call import Refusal, needs
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.operands import ordered
+from gpt2block.ops.operands import head_multiple, ordered
 from gpt2block.ops.products import Matmul, limits
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
@@ -246,12 +246,13 @@ def fit(geometry: Geometry | None, p: Matmul) -> Geometry | Refusal:
 
 def plan(p: Matmul) -> Geometry | Refusal:
     """Return the launch of the kernel for a product, or the reason to refuse."""
+    multiple = head_multiple(p.operand)
     columns, card, many = PAIRED_COLUMNS if p.up else COLUMNS, gpu(), p.outputs >= MANY_COLUMNS
     refused = Refusal.first(
         (p.to_operand, FLOATS_ALONE),
-        (p.head and (p.head % 16 or many),
-         f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of 16, and less than "
-         f"{MANY_COLUMNS:,} outputs: use linear and rope_append"),
+        (p.head and (p.head % multiple or many),
+         f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of {multiple}, and "
+         f"less than {MANY_COLUMNS:,} outputs: use linear and rope_append"),
         refusal(p.dtype, p.K, ": use variant matvec"),
         (ordered(p.operand), FLOATS_ALONE),
         (p.up and p.residual, ONE_MATRIX),

@@ -19,7 +19,7 @@ from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
-from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define, ordered
+from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define, head_multiple, ordered
 from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
@@ -316,7 +316,7 @@ def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
 def plan(p: Matmul) -> tuple[Geometry, WgmmaLinearTile] | Refusal:
     """Return the launch of the kernel for a product, and its tile, or the reason to refuse."""
     w, wanted = p.blocks[0] if p.blocks else None, operand(p.dtype, p.rounded)
-    head, multiple = 0 if w else p.head, 2 * ROPE_BOX
+    head, multiple = 0 if w else p.head, head_multiple(p.operand)
     in_order = ordered(p.operand) and (p.to_operand is None or ordered(p.to_operand))
     refused = Refusal.first(
         needs("has_wgmma", f": use {'linear and rope_append' if p.head else 'variant mma_tiles'}"),
