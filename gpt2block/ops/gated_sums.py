@@ -347,7 +347,7 @@ def _gated_sums(c: Call) -> Launch:
 
 
 def types_of(*matrices: WeightMatrix) -> tuple[str, str] | Refusal:
-    """Return the GGUF types of w_gate and w_down of w_gate, w_up and w_down, or a refusal."""
+    """Return the GGUF types of w_gate and w_down, or a refusal. matrices: w_gate, w_up, w_down."""
     ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix) and len(w.ranges) == 1]
     if len(ranges) < len(matrices) or ranges[0] != ranges[1]:
         return Refusal(

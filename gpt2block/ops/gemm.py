@@ -41,7 +41,7 @@ from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
 from gpt2block.ops.operation import Operation, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, limits
+from gpt2block.ops.products import MULTIPLE, SMALL, in_multiples, limits
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -248,7 +248,7 @@ def _check(c: Call) -> None:
         raise InputError(
             f"a {c.a.shape}, w ({c.N}, {c.K}): expected at most {LARGEST_OPERAND:,} of each size"
         )
-    if c.N % MULTIPLE or c.K % MULTIPLE:
+    if not in_multiples(c.N, c.K):
         raise InputError(
             f"w: expected K and N in multiples of {MULTIPLE}, got K {c.K}, N {c.N}: add zeros, "
             "or use ops.linear"

@@ -69,6 +69,11 @@ class Matmul(NamedTuple):
         return self.N * (1 + self.up)
 
 
+def in_multiples(*sizes: int) -> bool:
+    """Return whether `gemm` supports matrices of these sizes K and N."""
+    return not any(size % MULTIPLE for size in sizes)
+
+
 def same_types(blocks: Sequence[GgufMatrix]) -> Refusal | None:
     """Return a refusal if two matrices of a product have GGUF blocks of different types."""
     wanted, *others = [w.ranges for w in blocks] or [()]

@@ -29,7 +29,7 @@ from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
 from gpt2block.ops.operation import Operation, Sizes, Variant, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, gate_define, limits, storage_of
+from gpt2block.ops.products import SMALL, gate_define, in_multiples, limits, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -190,7 +190,7 @@ def _wgmma(c: Call) -> tuple[Launch, ...]:
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
     refuse(c.storage == "float32" or c.matrices[0].dtype in FP8, types)
     refuse(
-        not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE,
+        not _aligned(c) or not in_multiples(c.N, c.K),
         "expected K and N in multiples of 8, weights and out on 16 bytes, "
         f"got K {c.K}, N {c.N}: use variant matvec",
     )
