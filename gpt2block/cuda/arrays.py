@@ -272,6 +272,16 @@ def device_attribute(name: str) -> int:
     return attribute_of(cupy.cuda.Device().id, name)
 
 
+def multiprocessors() -> int:
+    """Return the number of multiprocessors (SMs) of the current device."""
+    return attribute_of(cupy.cuda.Device().id, "MultiProcessorCount")
+
+
+def max_shared() -> int:
+    """Return the bytes of shared memory that a block can have on the current device."""
+    return attribute_of(cupy.cuda.Device().id, "MaxSharedMemoryPerBlockOptin")
+
+
 def compute_capability() -> int:
     """Return the compute capability of the current device, such as 90; cached."""
     return capability_of()

@@ -308,6 +308,16 @@ def size_defines(prefix: str, sizes: Any, names: str) -> Defines:
     return tuple([(f"{prefix}_{n.upper()}", int(getattr(sizes, n))) for n in names.split()])
 
 
+def defines_of(**values: str | int) -> Defines:
+    """Return macros by name."""
+    return tuple(values.items())
+
+
+def nonzero_defines(**values: int) -> Defines:
+    """Return the macros of the values that are not 0, or not False; True counts as 1."""
+    return tuple([(name, int(value)) for name, value in values.items() if value])
+
+
 def stored_as(storage: str, weights: str | None = None, cache: str | None = None) -> Defines:
     """Return the macros that define the types `T`, `W` and `KV` of a source."""
     return STORAGE[storage] + WEIGHTS.get(weights or "", ()) + FP8_CACHE.get(cache or "", ())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, device_attribute, on_device, pinned, seen_from_here
+from gpt2block.cuda.arrays import CudaArray, multiprocessors, on_device, pinned, seen_from_here
 from gpt2block.cuda.doctor import MAX_GPUS
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, dtype_name, launch_at
 from gpt2block.errors import InputError
@@ -194,7 +194,7 @@ def _others_of(arrays: tuple[object, ...]) -> Defines:
 
 
 def _max_blocks() -> int:
-    return MAX_BLOCKS * device_attribute("MultiProcessorCount")
+    return MAX_BLOCKS * multiprocessors()
 
 
 def part_of(launch: Launch, parts: int) -> Launch:

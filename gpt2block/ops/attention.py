@@ -21,7 +21,8 @@ from gpt2block.cuda.arrays import (
     Shape,
     check,
     check_address,
-    device_attribute,
+    max_shared,
+    multiprocessors,
     on_16_bytes,
 )
 from gpt2block.cuda.cards import gpu
@@ -29,7 +30,7 @@ from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, load
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, UnsupportedCall, accept, needs, refuse
 from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
     MAX_BLOCKS,
@@ -37,8 +38,8 @@ from gpt2block.ops.engines.attention_tiles import (
     TENSOR_HEADS,
     AttentionSizes,
 )
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import needs_mma, needs_wgmma
+from gpt2block.ops.operation import REQUIRED, Operation, Workload, variant
+from gpt2block.ops.products import limits
 from gpt2block.ops.warm import call
 
 FILE = "learn/attention/skeleton.cu"
@@ -93,38 +94,28 @@ def naive_geometry(
 
 
 def _fit_dtype(c: Call, *dtypes: str) -> None:
-    if c.storage == HI_LO and HI_LO not in dtypes:
-        raise UnsupportedCall("takes no hi/lo matrix: use variant mma")
-    if c.storage not in dtypes:
-        raise UnsupportedCall(
-            f"qkv: expected {' or '.join(dtypes[:2])}, got {c.storage}: use .astype('{dtypes[0]}')"
-        )
+    expected = f"expected {' or '.join(dtypes[:2])}, got {c.storage}"
+    refuse(c.storage == HI_LO and HI_LO not in dtypes, "takes no hi/lo matrix: use variant mma")
+    refuse(c.storage not in dtypes, f"qkv: {expected}: use .astype('{dtypes[0]}')")
 
 
 def _fit_float32(c: Call) -> None:
     _fit_dtype(c, "float32")
-    if c.cu_seqlens is not None:
-        raise UnsupportedCall(
-            "cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16"
-        )
+    of_one_length = "cu_seqlens: float32 takes sequences of one length: use float16 or bfloat16"
+    refuse(c.cu_seqlens is not None, of_one_length)
 
 
 def _fit_naive(c: Call) -> None:
     _fit_float32(c)
-    if c.softmax_scale is not None:
-        raise UnsupportedCall(
-            "softmax_scale: divides by the square root of the head size: use variant online"
-        )
-    if c.window is not None:
-        raise UnsupportedCall("window: attends to all earlier tokens: use variant online")
+    scales = "softmax_scale: divides by the square root of the head size: use variant online"
+    refuse(c.softmax_scale is not None, scales)
+    refuse(c.window is not None, "window: attends to all earlier tokens: use variant online")
 
 
 def _fit_online(c: Call) -> None:
     _fit_float32(c)
-    if c.HS > LARGEST_HEAD:
-        raise UnsupportedCall(
-            f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
-        )
+    expected = f"head size {c.HS}: expected at most {LARGEST_HEAD} (naive takes any)"
+    refuse(c.HS > LARGEST_HEAD, expected)
 
 
 def _fit_mha(c: Call) -> Geometry:
@@ -134,18 +125,17 @@ def _fit_mha(c: Call) -> Geometry:
     """
     _fit_naive(c)
     _fit_online(c)
-    if c.B > MAX_BATCH:
-        raise UnsupportedCall(f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
+    refuse(c.B > MAX_BATCH, f"B {c.B:,}: a batch can have at most {MAX_BATCH:,} sequences")
     kernel = "mha_causal_kernel" if c.causal else "mha_nocausal_kernel"
     defines = tiles.heads_defines(c.n_head, c.n_kv_head, c.HS)
     geometry = Geometry(kernel, (c.T, c.n_head, c.B), (BLOCK,), 4 * c.T, defines)
     static = load(FILE, geometry.kernel, geometry.defines).shared_size_bytes
-    limit = device_attribute("MaxSharedMemoryPerBlockOptin") - static
-    if limit < geometry.shared:
-        raise UnsupportedCall(
-            f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
-            f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"
-        )
+    limit = max_shared() - static
+    too_long = (
+        f"T {c.T:,}: a row of scores takes {geometry.shared:,} bytes of shared memory, this "
+        f"GPU has {limit:,} for it: T can be at most {limit // 4:,}"
+    )
+    refuse(limit < geometry.shared, too_long)
     return geometry
 
 
@@ -195,10 +185,9 @@ def _naive(c: Call) -> tuple[Launch, ...]:
 def _online(c: Call) -> Launch:
     _fit_online(c)
     check_address("out", c.output("out"))
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     block = c.block if c.requested else None
     sizes, options = (c.B, c.T, c.n_head, c.HS), {"NKV": c.n_kv_head, "block": block}
-    geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared)
+    geometry = tiles.online_geometry(*sizes, **options, max_shared=max_shared())
     args = (c.qkv, c.out, c.T, int(c.causal))
     return launch_at(ONLINE, tiles.with_scores(geometry, c), args)
 
@@ -207,21 +196,16 @@ def _online(c: Call) -> Launch:
 
 
 def _fit_mma(c: Call) -> None:
-    needs_mma(": use float32 and variant online")
+    accept(needs("has_mma", ": use float32 and variant online"))
     _fit_dtype(c, *SIXTEEN_BITS, HI_LO)
-    heads = TENSOR_HEADS if c.storage == HI_LO else MMA_HEADS
-    if c.HS not in heads:
-        raise UnsupportedCall(
-            f"head size {c.HS}: tensor cores take {', '.join(map(str, heads))}: "
-            f"use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
-        )
+    online = f": use float32, of which variant online takes heads of up to {LARGEST_HEAD}"
+    accept(tiles.mma_refusal(c.HS, online, c.storage == HI_LO))
 
 
 @variant("mma_fp32", MMA_HI_LO, "attention_fp32_mma", source=OF_HI_LO)
 def _hi_lo(c: Call) -> Launch:
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     one_scale = c.qkv.one_scale is not None
-    geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared)
+    geometry, together = tiles.hi_lo_geometry(c.sizes, one_scale, max_shared=max_shared())
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (*parts, c.qkv.size // c.W, *c.sizes[:3], together)
     return launch_at(MMA_HI_LO, tiles.with_scores(geometry, c), args, "float16")
@@ -233,22 +217,17 @@ def _mma(c: Call) -> Any:
     if c.storage == HI_LO:
         return _hi_lo.launch(c)
     check_address("out", c.output("out"))
-    sms, max_shared = map(device_attribute, ("MultiProcessorCount", "MaxSharedMemoryPerBlockOptin"))
-    geometry, together = tiles.mma_geometry(c.sizes, sms=sms, max_shared=max_shared)
+    geometry, together = tiles.mma_geometry(c.sizes, **limits())
     args = (c.qkv, c.cu_seqlens, c.out, *c.sizes[:3], together)
     return launch_at(MMA, tiles.with_scores(geometry, c), args, c.storage)
 
 
 @variant("wgmma_fp32", WGMMA_HI_LO, "attention_fp32_wgmma", source=OF_HI_LO)
 def _wgmma_hi_lo(c: Call) -> Launch:
-    if c.HS != tiles.WGMMA_HI_LO_HEAD:
-        raise UnsupportedCall(
-            f"head size {c.HS}: of hi/lo matrices it takes {tiles.WGMMA_HI_LO_HEAD}: "
-            "use variant mma"
-        )
+    takes = f"of hi/lo matrices it takes {tiles.WGMMA_HI_LO_HEAD}: use variant mma"
+    refuse(c.HS != tiles.WGMMA_HI_LO_HEAD, f"head size {c.HS}: {takes}")
     one_scale = c.qkv.one_scale is not None
-    sms = device_attribute("MultiProcessorCount")
-    geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=sms)
+    geometry, together = tiles.wgmma_hi_lo_geometry(c.sizes, one_scale, sms=multiprocessors())
     boxes = tensor_map(c.qkv.parts, (1, tiles.WGMMA_HI_LO_TILE, tiles.WGMMA_HI_LO_HEAD))
     parts = (c.qkv.parts, c.qkv.scale, c.cu_seqlens, c.output("out").parts, c.out.scale)
     args = (boxes, *parts, c.qkv.size // c.W, *c.sizes[:3], together)
@@ -258,21 +237,17 @@ def _wgmma_hi_lo(c: Call) -> Launch:
 @variant("wgmma_few", WGMMA_ALTERNATE, "attention_wgmma_alternate", **OF_WGMMA)
 def _wgmma_few(c: Call) -> Launch:
     """Launch the kernel that variant `wgmma` selects if few sequences make this kernel faster."""
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     return _wgmma_launch(c, WGMMA_ALTERNATE, *tiles.alternate_geometry(c.sizes, sms=sms))
 
 
 @variant("wgmma", WGMMA, "attention_wgmma", **OF_WGMMA)
 def _wgmma(c: Call) -> Any:
     _fit_mma(c)
-    needs_wgmma(": use variant mma")
-    if c.HS not in TENSOR_HEADS:
-        raise UnsupportedCall(
-            f"head size {c.HS}: takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
-        )
+    accept(tiles.wgmma_refusal(c.HS))
     if c.storage == HI_LO:
         return _wgmma_hi_lo.launch(c)
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     if c.HS == tiles.ALTERNATE_HEAD and tiles.alternates(c.sizes, sms, c.rows):
         return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA, *tiles.wgmma_geometry(c.sizes, sms=sms))
@@ -414,6 +389,11 @@ def tensor_cores_take(variant: str, head_size: int) -> bool:
     return head_size in {"wgmma": TENSOR_HEADS, "mma": MMA_HEADS}.get(variant, ())
 
 
+def appends_to_cache(head_size: int) -> bool:
+    """Whether a variant that also writes K and V to a kv_cache supports heads, on this device."""
+    return not tiles.wgmma_refusal(head_size)
+
+
 def head_constants(n_head: int, n_kv_head: int, head_size: int) -> Defines:
     """Return the constants with which attention kernels are compiled for these heads.
 
@@ -429,8 +409,7 @@ def hi_lo_fits(head_size: int) -> bool:
 
     The smallest tile of `hi_lo_geometry` has 64 queries and two stages of 32 keys of K and V.
     """
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return head_size in TENSOR_HEADS and 3 * tiles.mma_stage(head_size) <= max_shared
+    return head_size in TENSOR_HEADS and 3 * tiles.mma_stage(head_size) <= max_shared()
 
 
 VARIANTS = (_mha, _naive, _online, _mma, _wgmma)

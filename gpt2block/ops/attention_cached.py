@@ -25,27 +25,37 @@ from gpt2block.cuda.arrays import (
     alignment,
     check,
     contiguous,
-    device_attribute,
+    max_shared,
+    multiprocessors,
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import CACHE_WITH_FP8
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.errors import InputError
 from gpt2block.ops import delta
 from gpt2block.ops.attention import MMA, SIXTEEN_BITS, WGMMA, WGMMA_ALTERNATE
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall, check_format, storage
+from gpt2block.ops.call import (
+    HI_LO,
+    Call,
+    UncheckedCall,
+    accept,
+    check_format,
+    needs,
+    refuse,
+    storage,
+)
 from gpt2block.ops.engines import attention_tiles as tiles
 from gpt2block.ops.engines.attention_tiles import (
+    HEADS_WITH_NORMS,
     MAX_BLOCKS,
-    MMA_HEADS,
     TENSOR_HEADS,
     AttentionSizes,
 )
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import needs_mma, needs_wgmma
+from gpt2block.ops.operation import REQUIRED, Operation, Workload, variant
+from gpt2block.ops.products import limits
 from gpt2block.ops.short_conv import SHORT_CONV
 from gpt2block.ops.warm import call
 
@@ -55,7 +65,6 @@ APPEND_SPLIT = "attention/decode/append.cu"
 APPEND = "attention/cache/kv_cache.cu"
 APPEND_HI_LO = "attention/cache/kv_cache_hi_lo.cu"
 LARGEST_HEAD = 512  # maximum channels per head of variants tiles and split
-HEADS_WITH_NORMS = 64, 128, 256  # channels per head that attention_append takes
 LARGEST_STATIC = 256  # maximum channels per head for which split has static shared memory
 # (warps, keys), largest tile first
 TILE_SIZES = ((4, 64), (2, 64), (4, 32), (1, 64), (2, 32), (1, 32))
@@ -162,11 +171,8 @@ def split_geometry(
         warps, cluster = min(max(min(wanted, at_once), SPLIT_WARPS), held), 1
     defines = (
         *tiles.heads_defines(*heads),
-        ("AS_WIDTH", width),
-        ("AS_QUERIES", queries),
-        ("AS_WARPS", warps),
-        ("AS_CLUSTER", cluster),
-        ("AS_BLOCKS", 1 if HS > LARGEST_STATIC else max(held // warps, 1)),
+        *defines_of(AS_WIDTH=width, AS_QUERIES=queries, AS_WARPS=warps, AS_CLUSTER=cluster),
+        *defines_of(AS_BLOCKS=1 if HS > LARGEST_STATIC else max(held // warps, 1)),
     )
     if itemsize == 1 or HS > LARGEST_STATIC:
         defines = (*defines, ("AS_VECTORS", FEWER_VECTORS))
@@ -271,9 +277,8 @@ def _tiles(c: Call) -> Launch:
     q, first = c.rows_of_q, c.contract.inputs[0].name
     heads = _heads(first, c.Q, c.n_head, c.C)
     c.check_addresses(first, "k", "v", "out")
-    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
     narrow = q.dtype.name != "float32"
-    geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, limit, narrow)
+    geometry = tiles_geometry(c.B, c.longest, heads, c.k.itemsize, max_shared(), narrow)
     args = (q, c.k, c.v, c.cu_seqlens, c.starts, c.out, q.shape[1], c.P, len(q), c.B, c.first)
     T = q.dtype.name if c.fp8_cache else storage(c.k)
     return launch_at(TILES, tiles.with_scores(geometry, c), args, T, cache=c.fp8_cache)
@@ -283,18 +288,13 @@ def _tiles(c: Call) -> Launch:
 def _mma(c: Call) -> Launch:
     """Launch variant `mma`, which is bitwise equal to `attention`'s mma over the whole sequence."""
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    needs_mma(": use variant tiles")
-    if c.fp8_cache is not None or c.storage not in SIXTEEN_BITS:
-        raise UnsupportedCall("takes qkv, k and v of float16 or bfloat16: use variant tiles")
-    if HS not in MMA_HEADS:
-        raise UnsupportedCall(
-            f"head size {HS}: tensor cores take {', '.join(map(str, MMA_HEADS))}: use variant tiles"
-        )
+    accept(needs("has_mma", ": use variant tiles"))
+    types = "takes qkv, k and v of float16 or bfloat16: use variant tiles"
+    refuse(c.fp8_cache is not None or c.storage not in SIXTEEN_BITS, types)
+    accept(tiles.mma_refusal(HS, ": use variant tiles"))
     c.check_addresses("qkv", "k", "v", "out")
-    sms = device_attribute("MultiProcessorCount")
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
     sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
-    plain, together = tiles.mma_geometry(sizes, sms=sms, max_shared=max_shared)
+    plain, together = tiles.mma_geometry(sizes, **limits())
     defines = (*plain.defines, ("ATT_CACHED", 1))
     geometry = plain._replace(kernel="attention_cached_mma", defines=defines)
     arrays = c.qkv, c.k, c.v, c.cu_seqlens, c.start, c.out
@@ -315,16 +315,13 @@ def _wgmma(c: Call) -> Any:
     Results are bitwise equal to `attention`'s variant wgmma over the whole sequence.
     """
     n_head, n_kv_head, HS = _heads("qkv", c.Q, c.n_head, c.C)
-    needs_wgmma(": use variant mma")
-    if c.storage not in SIXTEEN_BITS:
-        raise UnsupportedCall("takes qkv of float16 or bfloat16: use variant tiles")
-    if HS not in TENSOR_HEADS:
-        takes = " and ".join(map(str, TENSOR_HEADS))
-        raise UnsupportedCall(f"head size {HS}: takes {takes}: use variant mma")
+    accept(needs("has_wgmma", ": use variant mma"))
+    types = "takes qkv of float16 or bfloat16: use variant tiles"
+    refuse(c.storage not in SIXTEEN_BITS, types)
+    accept(tiles.wgmma_refusal(HS))
     c.check_addresses("qkv", "k", "v", "out")
     c.sizes = AttentionSizes(c.B, c.longest, n_head, True, HS, n_head // n_kv_head)
-    sms = device_attribute("MultiProcessorCount")
-    c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=sms)
+    c.geometry, c.band = tiles.cached_wgmma_geometry(c.sizes, c.N, c.P, sms=multiprocessors())
     if c.geometry.kernel in _wgmma_few.kernels:
         return _wgmma_few.launch(c)
     return _wgmma_launch(c, WGMMA)
@@ -342,8 +339,7 @@ def continues_exactly(head_size: int, kv_dtype: str | None) -> bool:
 
     kv_dtype: FP8 format of the kv_cache, or None.
     """
-    on_hopper = gpu().has_wgmma and head_size in TENSOR_HEADS
-    return kv_dtype is None or on_hopper
+    return kv_dtype is None or not tiles.wgmma_refusal(head_size)
 
 
 def _packed(unchecked: UncheckedCall) -> Call:
@@ -408,10 +404,7 @@ def _append_and_split(c: Call) -> Launch:
             f"qkv {c.qkv.shape}: expected {c.n_head} heads of {c.D} channels, as gamma_q has, then "
             f"twice the {c.C} channels of k, and {c.D // 2} rotations in by, got {c.H}"
         )
-    if c.D not in HEADS_WITH_NORMS:
-        raise UnsupportedCall(
-            f"head size {c.D}: takes {', '.join(map(str, HEADS_WITH_NORMS))}: use qk_norm_append"
-        )
+    accept(tiles.append_refusal(c.D))
     c.check_addresses("by", "gamma_q", "gamma_k")
     of_token = {"by": c.by, "gamma_q": c.gamma_q, "gamma_k": c.gamma_k, "eps": c.eps}
     return _split_launch(c, APPEND_SPLIT, "qkv", **of_token)
@@ -422,7 +415,7 @@ def fuses_norms(head_size: int) -> bool:
 
     If kernels overlap, qk_norm_append adds less time to a step than its work adds to attention.
     """
-    return not gpu().has_overlap and head_size in HEADS_WITH_NORMS
+    return not gpu().has_overlap and not tiles.append_refusal(head_size)
 
 
 def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
@@ -435,8 +428,8 @@ def _split_launch(c: Call, file: str, q: str, **more: Any) -> Launch:
         fewest = heads[0] // heads[1]
         expected = f"at least {fewest}, the heads of q per head of k"
         check_integer("serves", c.serves, fewest, math.inf, expected)
-    sms, clusters = device_attribute("MultiProcessorCount"), gpu().has_clusters
-    limit = device_attribute("MaxSharedMemoryPerBlockOptin")
+    sms, clusters = multiprocessors(), gpu().has_clusters
+    limit = max_shared()
     if file == APPEND_SPLIT:
         limit -= 4 * (MAX_QUERIES + 2) * HEADS_WITH_NORMS[-1]  # static: heads of q, k and v
     geometry = split_geometry(c.M, c.P, heads, c.k.itemsize, sms, limit, clusters, c.serves)
@@ -486,8 +479,7 @@ def _append(c: Call) -> Launch:
 
 @variant("append split", APPEND_HI_LO, "kv_append_split")
 def _append_hi_lo(c: Call) -> Launch:
-    if c.storage != HI_LO:
-        raise UnsupportedCall("qkv: expected a HiLoMatrix")
+    refuse(c.storage != HI_LO, "qkv: expected a HiLoMatrix")
     _check_rows(c)
     check("k", c.k)
     aligned = alignment(2 * c.qkv.parts.data.ptr), alignment(c.k.data.ptr, c.v.data.ptr)

@@ -11,9 +11,8 @@ import numpy as np
 from gpt2block.checks import check_blocks
 from gpt2block.cuda.arrays import CudaArray, on_16_bytes
 from gpt2block.models.weights.gguf import TYPES, random_blocks
-from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Inputs, Operation, Sizes, UnsupportedCall, Workload, as_stated
-from gpt2block.ops.products import needs_mma
+from gpt2block.ops.call import Call, UncheckedCall, accept, needs, refuse
+from gpt2block.ops.operation import Inputs, Operation, Sizes, Workload, as_stated
 from gpt2block.ops.warm import call
 
 FILE = "learn/gguf/ladder.cu"
@@ -25,9 +24,9 @@ def _args(c: Call) -> tuple[object, ...]:
 
 
 def _mma_args(c: Call) -> tuple[object, ...]:
-    if c.storage != "float16":
-        raise UnsupportedCall(f"takes x of float16, got {c.storage}: use variant warp")
-    needs_mma(": use variant warp")
+    types = f"takes x of float16, got {c.storage}: use variant warp"
+    refuse(c.storage != "float16", types)
+    accept(needs("has_mma", ": use variant warp"))
     return _args(c)
 
 

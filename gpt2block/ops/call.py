@@ -1,4 +1,8 @@
-"""Checks of a call on a GPU: `checked` applies the contract of an operation to CUDA arrays."""
+"""Checks of a call on a GPU: `checked` applies the contract of an operation to CUDA arrays.
+
+A kernel has a function that plans its launch from facts, such as sizes, dtypes and the GPU, or
+returns `Refusal`. The launch and the code that predicts kernels ask for the same plan.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gpt2block.checks import SCALARS, nearest
 from gpt2block.contract import MATRICES, Contract, Entry, Sizes, check_shapes
@@ -21,11 +25,18 @@ from gpt2block.cuda.arrays import (
     check_each,
     same_memory,
 )
+from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import FP8, IN_BYTES, STORAGE, Launch, dtype_name
 from gpt2block.errors import InputError, shown
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 
+Plan = TypeVar("Plan")
+# The compute capability with each of `cards.Properties`
+LEAST = {
+    "has_mma": "7.5 or newer", "has_bf16": "8.0 or newer", "has_clusters": "9.0 or newer",
+    "has_wgmma": "9.0 (Hopper)",
+}  # fmt: skip
 HI_LO = "hi_lo"  # used in place of a dtype for a HiLoMatrix
 FIXED = {
     "f32": "float32",
@@ -282,3 +293,46 @@ def storage(x: object) -> str:
     """Return the dtype to require: x's dtype if kernels support it as type `T`, else float32."""
     name = dtype_name(x.dtype) if isinstance(x, cupy.ndarray) else ""
     return name if name in STORAGE else "float32"
+
+
+class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another variant)
+    """A variant does not support a call's dtypes, sizes, alignment or compute capability."""
+
+
+class Refusal(NamedTuple):
+    """The reason why a kernel does not support the facts of a call, in place of a plan."""
+
+    reason: str
+
+    @classmethod
+    def first(cls, *reasons: tuple[object, str] | Refusal | None) -> Refusal | None:
+        """Return the first refusal, of refusals and of pairs (condition, reason), or None."""
+        for each in reasons:
+            if each and each[0]:
+                return cls(each[-1])
+        return None
+
+
+def accept(plan: Plan | Refusal) -> Plan:
+    """Return a plan. Raises UnsupportedCall with the reason if the kernel refused."""
+    if isinstance(plan, Refusal):
+        raise UnsupportedCall(plan.reason)
+    return plan
+
+
+def refuse(condition: object, reason: str) -> None:
+    """Raise UnsupportedCall with a reason if a condition is true."""
+    if condition:
+        accept(Refusal(reason))
+
+
+def supports(plan: object) -> bool:
+    """Return whether a kernel has a plan, or no reason to refuse."""
+    return not isinstance(plan, Refusal)
+
+
+def needs(feature: str, instead: str = "") -> Refusal | None:
+    """Return a refusal on a GPU without a feature, one of LEAST. instead: advice."""
+    if getattr(gpu(), feature):
+        return None
+    return Refusal(f"needs a GPU of compute capability {LEAST[feature]}{instead}")

@@ -21,8 +21,8 @@ from gpt2block.errors import InputError
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
+from gpt2block.ops.call import Call, UncheckedCall, refuse
+from gpt2block.ops.operation import Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/embedding/encoder.cu"
@@ -36,11 +36,9 @@ def _args(c: Call) -> tuple[object, ...]:
 
 
 def _vector_args(c: Call) -> tuple[object, ...]:
-    if row_alignment(c.C, c.wte, c.wpe, c.output("out")) != 16:
-        raise UnsupportedCall(
-            f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of 16 "
-            f"bytes: use variant 1"
-        )
+    expected = f"expected C to be a multiple of 4, got {c.C}, and rows that start on a multiple of "
+    others = row_alignment(c.C, c.wte, c.wpe, c.output("out")) != 16
+    refuse(others, f"{expected}16 bytes: use variant 1")
     return _args(c)
 
 

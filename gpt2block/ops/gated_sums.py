@@ -15,21 +15,24 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import check_address, device_attribute
+from gpt2block.cuda.arrays import check_address, max_shared, multiprocessors
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import FP8, Defines, Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, nonzero_defines
 from gpt2block.errors import InputError
-from gpt2block.models.weights.gguf import TYPES
-from gpt2block.ops.call import CACHE, Call, UncheckedCall
+from gpt2block.models.weights.gguf import TYPES, GgufMatrix
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops.call import CACHE, Call, Refusal, UncheckedCall, accept, needs, refuse, supports
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
+from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines.epilogues import Epilogue, add_sums, append_sums, check_rope_heads
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
-from gpt2block.ops.operation import REQUIRED, Operation, UnsupportedCall, Variant, variant
-from gpt2block.ops.products import gate_define, needs_mma, shared_for_blocks, storage_of
+from gpt2block.ops.operation import REQUIRED, Operation, Variant, variant
+from gpt2block.ops.products import Matmul, gate_define, shared_for_blocks, storage_of
+from gpt2block.ops.products import limits as card_limits
 
 FILE, KERNEL = "matmul/decode/ffn_mma.cu", "decode_ffn_mma"
 BLOCKS_FILE, BLOCKS_KERNEL = "matmul/decode/ffn_mma_gguf.cu", "decode_ffn_mma_gguf"
@@ -49,7 +52,7 @@ MAX_CHANNELS = mma.MAX_NORMED  # maximum C: RMSNorm needs one unit per split
 MULTIPLE = 16  # divides C: FP8 rows allow 16-byte loads, and all blocks have equally many outputs
 PORTABLE, WHOLE = 8, 100  # maximum blocks of a portable cluster; minimum SMs for larger clusters
 MAX_REGISTERS = 144  # maximum registers per lane for weights in flight
-DTYPES = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
+DTYPES = mma.TERM_DTYPES
 
 
 class Cluster(NamedTuple):
@@ -75,8 +78,7 @@ class GpuLimits(NamedTuple):
 
 def limits() -> GpuLimits:
     """Return the limits of the current device."""
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    return GpuLimits(device_attribute("MultiProcessorCount"), max_shared, gpu().most_clustered)
+    return GpuLimits(multiprocessors(), max_shared(), gpu().most_clustered)
 
 
 @lru_cache(maxsize=1024)
@@ -94,6 +96,54 @@ def geometry(M: int, C: int, H: int, dtype: str, of: GpuLimits) -> Geometry | No
             launch_geometry = geometry_of(rows, C, H, cluster, shared)
             return launch_geometry.with_defines((("FF_COPIED", int(cluster.copied)),))
     return None
+
+
+def plan(
+    M: int, C: int, H: int, dtype: str, types: tuple[str, str] | None = None, terms: int = mma.TERMS
+) -> Geometry | Refusal:
+    """Return the launch of `gated_sums` for x (M, C) and h (M, H), or the reason to refuse.
+
+    dtype: dtype of the weights. types, terms: as in `blocks_geometry`, for GGUF weights.
+    """
+    if types:
+        launch_geometry = blocks_geometry(M, C, H, types, terms, limits())
+        multiple, of_dtype, weights, advice = blocks.COLUMNS, "", "", ": use linear"
+    else:
+        launch_geometry, multiple = geometry(M, C, H, dtype, limits()), MULTIPLE
+        of_dtype, weights = f", {dtype}", f"weights of {', '.join(DTYPES)}, "
+        advice = ": use linear and silu_mul"
+    return needs("has_clusters", advice) or launch_geometry or Refusal(
+        f"x {(M, C)}, {H:,} channels{of_dtype}: expected up to {MAX_ROWS} rows of up to "
+        f"{MAX_CHANNELS:,} channels, a multiple of {multiple}, equal splits of the channels "
+        f"between the products, {weights}and clusters that fit in {limits().max_shared:,} bytes "
+        f"of shared memory per block{advice}"
+    )  # fmt: skip
+
+
+def plan_sums(
+    M: int, N: int, K: int, dtype: str, head: int = 0, normed: bool = False, summed: bool = True
+) -> Geometry | Refusal:
+    """Return the launch of a product that adds partial sums, or the reason to refuse.
+
+    head: channels per head with RoPE, else 0. normed: whether heads have norms. summed: whether x
+    has partial sums.
+    """
+    most = MAX_ROWS if summed or not head else MAX_ROTATED
+    possible = normed_columns(head) if normed else mma.COLUMNS
+    refused = Refusal.first(
+        (head and K > MAX_CHANNELS, f"K {K:,}: expected up to {MAX_CHANNELS:,}"),
+        (most < M, f"{M:,} rows: expected up to {most}"),
+        mma.refusal(dtype, K),
+        (N >= mma.MANY_COLUMNS, f"{N:,} outputs: expected less than {mma.MANY_COLUMNS:,}"),
+        (not possible,
+         f"heads of {head} channels: expected a multiple of 8, at most {PORTABLE} times 32"),
+    )  # fmt: skip
+    options = {"norm": 2 if head else 0, "columns": possible, **card_limits(mma.STATIC)}
+    launch_geometry = refused or mma.geometry(M, N, K, dtype, **options)
+    if isinstance(launch_geometry, Geometry) and normed and mma.columns_of(launch_geometry) < head:
+        refused = needs("has_clusters", ", as a head has several blocks")
+    too_long = Refusal(f"K {K:,}: a row does not fit in shared memory")
+    return refused or launch_geometry or too_long
 
 
 def geometry_of(rows: int, C: int, H: int, cluster: Cluster, shared: int) -> Geometry:
@@ -197,17 +247,17 @@ def splits_of(
     types: pairs of GGUF types of w_gate and w_down, of all layers; empty if a matrix has no GGUF
     blocks. head_size: channels per head, used for GGUF blocks.
     """
-    if not (gpu().has_clusters and _is_plain(shapes)) or {"w_in", "w_g"} & shapes.keys():
+    if not _is_plain(shapes) or {"w_in", "w_g"} & shapes.keys():
         return 0
-    if "gamma_q" in shapes and not normed_columns(*shapes["gamma_q"]):
-        return 0
-    narrow = shapes["w_qkv"][1] < mma.MANY_COLUMNS and not shapes["w_o"][0] % MULTIPLE
-    (C, H), of = shapes["w_gate"], limits()
+    C, H = shapes["w_gate"]
     if dtype == OF_FILE:
         whole = types and "gamma_q" not in shapes and head_size % blocks.COLUMNS == 0
-        fits = whole and all(blocks_geometry(M, C, H, pair, mma.TERMS, of) for pair in types)
+        fits = whole and all(supports(plan(M, C, H, dtype, pair)) for pair in types)
     else:
-        fits = narrow and geometry(M, C, H, dtype, of) is not None
+        (K, N), (D,) = shapes["w_qkv"], shapes.get("gamma_q", (head_size,))
+        o, each = shapes["w_o"], (M, N, K, dtype, D, "gamma_q" in shapes)
+        plans = plan(M, C, H, dtype), plan_sums(*each), plan_sums(M, o[1], o[0], dtype)
+        fits = o[0] % MULTIPLE == 0 and all(map(supports, plans))
     return mma.splits(H)[0] if fits else 0
 
 
@@ -228,30 +278,40 @@ def fusions(dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size
     RoPE and the gate of the others. dtype: dtype of the weights, not GGUF. Other arguments: as in
     `splits_of`.
     """
-    has = gpu()
-    if not has.has_mma or dtype not in DTYPES or "w_gate" not in shapes:
+    if dtype not in DTYPES or "w_gate" not in shapes:
         return Fusions()
-    C, H = shapes["w_gate"]
-    loads = C % (MULTIPLE if dtype in FP8 else MULTIPLE // 2) == 0  # 16 bytes of a row at a time
-    gate = loads and H % 8 == 0
-    # The gate alone, by mma_tiles.cu or, without asynchronous copies, by mma.cu.
+    found, plain = _supported(dtype, M, shapes, head_size), _is_plain(shapes)
     if MAX_ROTATED < M:
-        takes = has.has_bf16 or M <= mma.ROWS_WITHOUT_COPIES
-        return Fusions(gate=gate and takes and not has.has_clusters)
-    narrow = max(*(shapes[name][1] for name in FIRST if name in shapes), 2 * H) < mma.MANY_COLUMNS
-    norms = C <= MAX_CHANNELS and C % MULTIPLE == 0 and narrow
-    rope = loads and head_size % 16 == 0 and shapes["w_qkv"][1] < mma.MANY_COLUMNS
-    plain, normed = _is_plain(shapes), "gamma_q" in shapes
-    each = shapes.get("gamma_q") == (head_size,)  # no norm of all heads together
-    heads = each and plain and norms and has.has_clusters and M <= MAX_NORMED_HEADS
-    heads = heads and rope and bool(normed_columns(head_size))
-    if has.has_wgmma and plain and not (norms and rope and (heads or not normed)):
+        return found
+    normed = "gamma_q" in shapes
+    fuses_all = found.norms and found.rope and (found.heads or not normed)
+    beside_heads = gpu().has_overlap and normed and M > MAX_BESIDE_HEADS
+    if plain and (beside_heads or (gpu().has_wgmma and not fuses_all)):
         return Fusions()
-    if has.has_overlap and plain and normed and M > MAX_BESIDE_HEADS:
-        return Fusions()
-    if has.has_wgmma and not any(name.startswith(OF_OUTPUTS) for name in shapes):
-        return Fusions(*(plain,) * 3, heads)
-    return Fusions(norms, rope, gate, heads)
+    if gpu().has_wgmma and not _has_any(shapes, OF_OUTPUTS):
+        return Fusions(*(plain,) * 3, found.heads)
+    return found
+
+
+def _supported(
+    dtype: str, M: int, shapes: Mapping[str, tuple[int, ...]], head_size: int
+) -> Fusions:
+    """Return what the kernels for M rows can fuse in a layer. Arguments: as in `fusions`."""
+    C, H = shapes["w_gate"]
+    gated = Matmul(M, H, C, dtype, up=True)
+    of_gate = mma_tiles.plan(gated) if mma.most_rows() < M else mma.plan(gated)
+    gate = H % 8 == 0 and supports(of_gate)
+    if MAX_ROTATED < M:
+        return Fusions(gate=gate)
+    of_x = *(Matmul(M, shapes[name][1], C, dtype) for name in FIRST if name in shapes), gated
+    norms = C % MULTIPLE == 0 and all(supports(mma.plan(p._replace(norm=2))) for p in of_x)
+    qkv = Matmul(M, shapes["w_qkv"][1], C, dtype, head=head_size)
+    rope = supports(mma.plan(qkv))
+    heads = plan_sums(M, qkv.N, C, dtype, head_size, normed=True, summed=False)
+    # Heads have norms of their own, not one norm of all heads together.
+    of_head = shapes.get("gamma_q") == (head_size,) and M <= MAX_NORMED_HEADS
+    of_head = of_head and gpu().has_clusters and _is_plain(shapes)
+    return Fusions(norms, rope, gate, of_head and norms and rope and supports(heads))
 
 
 FIRST = "w_qkv", "w_in"  # matrices that multiply the norm of a layer's input
@@ -260,8 +320,11 @@ OF_OUTPUTS = "gamma_attn", "gamma_ff"  # norms of the outputs of attention and f
 
 def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a layer is Llama's without biases and norms of outputs."""
-    unlike = ("b_", "beta", *OF_OUTPUTS)  # beginnings of names
-    return "w_gate" in shapes and not any(name.startswith(unlike) for name in shapes)
+    return "w_gate" in shapes and not _has_any(shapes, ("b_", "beta", *OF_OUTPUTS))
+
+
+def _has_any(shapes: Mapping[str, tuple[int, ...]], beginnings: tuple[str, ...]) -> bool:
+    return any(name.startswith(beginnings) for name in shapes)
 
 
 def normed_columns(D: int) -> tuple[int, ...]:
@@ -272,60 +335,41 @@ def normed_columns(D: int) -> tuple[int, ...]:
     return tuple(c for c in (32, 16, 8) if D % c == 0 and D // c <= PORTABLE)
 
 
-def _needs_clusters(instead: str) -> None:
-    """Raise UnsupportedCall on a GPU without clusters. instead: advice."""
-    if not gpu().has_clusters:
-        raise UnsupportedCall(f"needs a GPU of compute capability 9.0 or newer{instead}")
-
-
 @variant("gated_sums", FILE, KERNEL)
 def _gated_sums(c: Call) -> Launch:
-    _needs_clusters(": use linear and silu_mul")
+    accept(needs("has_clusters", ": use linear and silu_mul"))
     dtypes = {w.dtype for w in (c.w_gate, c.w_up, c.w_down)}
-    if len(dtypes) > 1:
-        raise UnsupportedCall(f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
-    launch_geometry = geometry(c.M, c.C, c.H, c.w_gate.dtype, limits())
-    if launch_geometry is None:
-        raise UnsupportedCall(
-            f"x {c.x.shape}, {c.H:,} channels, {c.w_gate.dtype}: expected up to {MAX_ROWS} rows "
-            f"of up to {MAX_CHANNELS:,} channels, a multiple of {MULTIPLE}, equal splits of the "
-            f"channels between the products, weights of {', '.join(DTYPES)}, and clusters that fit "
-            f"in {limits().max_shared:,} bytes of shared memory per block: use linear and silu_mul"
-        )
-    launch_geometry = _checked(launch_geometry, c)
+    refuse(len(dtypes) > 1, f"weights of {', '.join(sorted(dtypes))}: expected one dtype")
+    launch_geometry = _checked(plan(c.M, c.C, c.H, c.w_gate.dtype), c)
     gate, up = ((w.data, w.scale) for w in (c.w_gate, c.w_up))
     args = (c.x, c.gamma, *gate, *up, c.w_down.data, c.sums, c.eps, c.M)
     return launch_at(FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-@variant("gated_sums_gguf", BLOCKS_FILE, BLOCKS_KERNEL)
-def _gated_blocks(c: Call) -> Launch:
-    _needs_clusters(": use linear")
-    matrices = c.w_gate, c.w_up, c.w_down
-    mixed = any(w.dtype != GGUF or len(w.ranges) > 1 for w in matrices)
-    if mixed or c.w_up.ranges != c.w_gate.ranges:
-        raise UnsupportedCall(
+def types_of(*matrices: WeightMatrix) -> tuple[str, str] | Refusal:
+    """Return the GGUF types of w_gate and w_down, or a refusal. matrices: w_gate, w_up, w_down."""
+    ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix) and len(w.ranges) == 1]
+    if len(ranges) < len(matrices) or ranges[0] != ranges[1]:
+        return Refusal(
             "weights: expected GgufMatrices of a type each, w_gate's and w_up's the same"
         )
-    terms = 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
-    types = c.w_gate.ranges[0][0], c.w_down.ranges[0][0]
-    launch_geometry = blocks_geometry(c.M, c.C, c.H, types, terms, limits())
-    if launch_geometry is None:
-        raise UnsupportedCall(
-            f"x {c.x.shape}, {c.H:,} channels: expected up to {MAX_ROWS} rows of up to "
-            f"{MAX_CHANNELS:,} channels, a multiple of {blocks.COLUMNS}, equal splits of the "
-            "channels between the products, and clusters that fit in "
-            f"{limits().max_shared:,} bytes of shared memory per block: use linear"
-        )
-    launch_geometry = _checked(launch_geometry, c)
+    return ranges[0][0][0], ranges[2][0][0]
+
+
+@variant("gated_sums_gguf", BLOCKS_FILE, BLOCKS_KERNEL)
+def _gated_blocks(c: Call) -> Launch:
+    accept(needs("has_clusters", ": use linear"))
+    matrices = c.w_gate, c.w_up, c.w_down
+    types, terms = accept(types_of(*matrices)), 1 if rounds(c.x_dtype, GGUF) else mma.TERMS
+    launch_geometry = _checked(plan(c.M, c.C, c.H, GGUF, types, terms), c)
     args = (c.x, c.gamma, *(w.data for w in matrices), c.sums, c.eps, c.M)
     return launch_at(BLOCKS_FILE, launch_geometry, args, *storage_of(c.w_gate))
 
 
-def _checked(launch_geometry: Geometry, c: Call) -> Geometry:
+def _checked(of_sizes: Geometry | Refusal, c: Call) -> Geometry:
     """Check splits and addresses of a call of `gated_sums`; return its complete launch geometry."""
-    if c.splits != mma.splits(c.H)[0]:
-        raise UnsupportedCall(f"splits: expected {mma.splits(c.H)[0]}, got {c.splits}")
+    launch_geometry, splits = accept(of_sizes), mma.splits(c.H)[0]
+    refuse(c.splits != splits, f"splits: expected {splits}, got {c.splits}")
     c.output("sums")
     c.check_addresses("x", "gamma", "w_gate", "w_up", "w_down", "sums")
     rounding = count_define(rounds(c.x_dtype, c.w_gate.dtype))
@@ -341,46 +385,21 @@ def _check_sums_of_blocks(c: Call) -> None:
     _check_sums(c)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     c.check_addresses("sums")
-    if c.w_down is not None and c.w_down.dtype != GGUF:
-        raise UnsupportedCall(
-            f"w is a GgufMatrix, w_down {c.w_down.dtype}: expected a GgufMatrix, too"
-        )
+    dtype = GGUF if c.w_down is None else c.w_down.dtype
+    refuse(dtype != GGUF, f"w is a GgufMatrix, w_down {dtype}: expected a GgufMatrix, too")
 
 
 def _product(c: Call, epilogue: Epilogue) -> Launch:
     """Return a Launch of matmul/decode/mma.cu's kernel with an epilogue that adds partial sums."""
     _check_sums(c)
-    needs_mma()
-    most = MAX_ROTATED if epilogue.head and c.sums is None else MAX_ROWS
-    if most < c.M:
-        raise UnsupportedCall(f"{c.M:,} rows: expected up to {most}")
-    multiple = mma.LOADED // c.w.data.itemsize
-    if c.K % multiple:
-        raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}")
-    if c.N >= mma.MANY_COLUMNS:
-        raise UnsupportedCall(f"{c.N:,} outputs: expected less than {mma.MANY_COLUMNS:,}")
     D, normed = epilogue.head, "gamma_q" in epilogue.args
-    possible = normed_columns(D) if normed else mma.COLUMNS
-    if not possible:
-        raise UnsupportedCall(
-            f"heads of {D} channels: expected a multiple of 8, at most {PORTABLE} times 32"
-        )
-    launch_geometry = mma.geometry(
-        *(c.M, c.N, c.K, c.w.dtype),
-        norm=2 if D else 0,
-        sms=device_attribute("MultiProcessorCount"),
-        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - 1024,
-        columns=possible,
-    )
-    if launch_geometry is None:
-        raise UnsupportedCall(f"K {c.K:,}: a row does not fit in shared memory")
-    columns = int(dict(launch_geometry.defines)["DECODE_COLUMNS"])
-    defines: Defines = (("DECODE_SUMS", epilogue.splits), *((("DECODE_ROPE", D),) if D else ()))
+    facts = c.M, c.N, c.K, c.w.dtype, D, normed, c.sums is not None
+    launch_geometry = accept(plan_sums(*facts))
+    defines: Defines = (("DECODE_SUMS", epilogue.splits), *nonzero_defines(DECODE_ROPE=D))
     defines += count_define(rounds(c.x_dtype, c.w.dtype))
     if normed:
-        if columns < D:
-            _needs_clusters(", as a head has several blocks")
-        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", D // columns))
+        cluster = D // mma.columns_of(launch_geometry)
+        defines += (("DECODE_QK_NORM", 1), ("DECODE_CLUSTER", cluster))
     args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N}
     args |= {"gamma": c.gamma, "eps": c.eps} if D else {}
     return epilogue.launch(mma.FILE, launch_geometry, defines, args, c.w)
@@ -401,8 +420,6 @@ def _linear_blocks(c: Call) -> tuple[Launch, ...]:
 
 @variant("rope_sums", mma.FILE, mma.KERNEL)
 def _rope_sums(c: Call) -> Launch:
-    if c.K > MAX_CHANNELS:
-        raise UnsupportedCall(f"K {c.K:,}: expected up to {MAX_CHANNELS:,}")
     c.check_addresses("x", "gamma", "w", "sums")
     check_address("by", c.by, 8)
     return _product(c, append_sums(c))
@@ -411,8 +428,7 @@ def _rope_sums(c: Call) -> Launch:
 @variant("rope_sums_gguf", blocks.FILE, blocks.KERNEL)
 def _rope_blocks(c: Call) -> tuple[Launch, ...]:
     _check_sums_of_blocks(c)
-    if c.gamma_q is not None:
-        raise UnsupportedCall("a GgufMatrix: expected no norms of heads")
+    refuse(c.gamma_q is not None, "a GgufMatrix: expected no norms of heads")
     c.check_addresses("x", "gamma", "w")
     check_address("by", c.by, 8)
     return blocks.launch(c, append_sums(c))

@@ -22,7 +22,7 @@ from gpt2block.cuda.arrays import (
     check_address,
     check_apart,
     contiguous,
-    device_attribute,
+    multiprocessors,
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
@@ -34,14 +34,14 @@ from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, accept, needs, storage
 from gpt2block.ops.engines import gemm_mma as mma
 from gpt2block.ops.engines import gemm_wgmma as wgmma
 from gpt2block.ops.engines import rmsnorm_wgmma as two_matrices
 from gpt2block.ops.hi_lo import OPERATION as TO_HI_LO
 from gpt2block.ops.hi_lo import TAKE, check_one_scale
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, needs_mma
+from gpt2block.ops.operation import Operation, Workload, variant
+from gpt2block.ops.products import MULTIPLE, SMALL, in_multiples, limits
 from gpt2block.ops.stored import OPERATION as STORE
 from gpt2block.ops.warm import call
 
@@ -104,7 +104,7 @@ def _constants(c: Call) -> dict[str, object]:
         "other_out": c.other_out,
         "scaled": c.scale is not None,
         "early": c.early,
-        "sms": device_attribute("MultiProcessorCount"),
+        "sms": multiprocessors(),
     }
 
 
@@ -116,9 +116,8 @@ def _outputs(c: Call) -> tuple[CudaArray | None, CudaArray | None, float]:
 
 
 def _mma_geometry(c: Call) -> Geometry:
-    max_shared, gated = device_attribute("MaxSharedMemoryPerBlockOptin"), c.up is not None
-    more: dict[str, Any] = {"gated": gated, "copies": gpu().has_bf16, "max_shared": max_shared}
-    return mma.geometry(*c.sizes, **more, **_constants(c))
+    more: dict[str, Any] = {"gated": c.up is not None, "copies": gpu().has_bf16, **limits()}
+    return mma.geometry(*c.sizes, **{**_constants(c), **more})
 
 
 @variant("split", mma.HI_LO_FILE, mma.HI_LO_KERNEL)
@@ -130,7 +129,7 @@ def _mma_hi_lo(c: Call) -> Launch:
 
 @variant("mma", mma.FILE, mma.KERNEL)
 def _mma(c: Call) -> Any:
-    needs_mma(": use ops.linear")
+    accept(needs("has_mma", ": use ops.linear"))
     if c.hi_lo:
         return _mma_hi_lo.launch(c)
     other = c.residual if c.up is None else c.up.data
@@ -190,8 +189,7 @@ def _wgmma_gguf(c: Call) -> Launch:
 
 @variant("wgmma", wgmma.FILE, wgmma.KERNEL)
 def _wgmma(c: Call) -> Any:
-    if not gpu().has_wgmma:
-        raise UnsupportedCall("needs a GPU of compute capability 9.0 (Hopper): use variant mma")
+    accept(needs("has_wgmma", ": use variant mma"))
     if c.up is not None:
         return two_matrices.launch(c.a, (c.weights, c.up.data), "NK", c.output("out"), gelu=c.gelu)
     if c.hi_lo:
@@ -250,7 +248,7 @@ def _check(c: Call) -> None:
         raise InputError(
             f"a {c.a.shape}, w ({c.N}, {c.K}): expected at most {LARGEST_OPERAND:,} of each size"
         )
-    if c.N % MULTIPLE or c.K % MULTIPLE:
+    if not in_multiples(c.N, c.K):
         raise InputError(
             f"w: expected K and N in multiples of {MULTIPLE}, got K {c.K}, N {c.N}: add zeros, "
             "or use ops.linear"
@@ -328,11 +326,9 @@ def widens(w: WeightMatrix) -> bool:
     TMA needs FP8 rows whose bytes are a multiple of 16. All GGUF blocks of a tile must
     have one type.
     """
-    if not gpu().has_wgmma:
-        return False
     if isinstance(w, GgufMatrix):
-        return not any(begin % wgmma.MAX_ROWS for begin in w.begins)
-    return w.dtype in FP8 and w.K % 16 == 0
+        return gpu().has_wgmma and w.begins_at(wgmma.MAX_ROWS)
+    return gpu().has_wgmma and w.dtype in FP8 and w.K % 16 == 0
 
 
 def allocate_stream_k_workspace() -> CudaArray:
@@ -341,7 +337,7 @@ def allocate_stream_k_workspace() -> CudaArray:
 
 
 def _workspace_floats() -> int:
-    return wgmma.workspace_floats(device_attribute("MultiProcessorCount"))
+    return wgmma.workspace_floats(multiprocessors())
 
 
 def _check_up(c: Call) -> None:

@@ -14,10 +14,10 @@ from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, float_define, launch_at
 from gpt2block.models.weights import gguf_packing
 from gpt2block.models.weights.gguf import ROW_GROUP, TYPES, UNIT, GgufMatrix
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, refuse
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.operands import CHUNK
-from gpt2block.ops.operation import UnsupportedCall, Variant, variant
+from gpt2block.ops.operation import Variant, variant
 
 FILE = "gguf/rows.cu"
 SUMS_FILE = "gguf/chunk_sums.cu"
@@ -69,8 +69,7 @@ def row_norms(c: Call) -> tuple[Launch, ...]:
 @variant("gguf", FILE, "gguf_encoder_rows")
 def encoder_rows(c: Call) -> Launch:
     """Write the rows `ids` of wte to `out`, as `encoder_rows` does. wte must have one GGUF type."""
-    if len(c.wte.ranges) != 1:
-        raise UnsupportedCall(f"wte: expected a single GGUF type, got {c.wte.ranges}")
+    refuse(len(c.wte.ranges) != 1, f"wte: expected a single GGUF type, got {c.wte.ranges}")
     defines: Defines = (("GGUF_TYPE", TYPES[c.wte.ranges[0][0]].number),)
     defines += float_define("GGUF_FACTOR", c.factor, 1.0)
     grid = ceil(c.N / ROW_GROUP), ceil(c.C / UNIT)

@@ -16,26 +16,17 @@ import numpy as np
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, device_attribute
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, size_defines
+from gpt2block.cuda.arrays import CudaArray, alignment, check, contiguous, multiprocessors
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, defines_of, launch_at, size_defines
 from gpt2block.cuda.launch_lines import stated_launch
 from gpt2block.errors import InputError
 from gpt2block.models.weights.conversions import vector_width
 from gpt2block.models.weights.hi_lo import HiLoMatrix
-from gpt2block.ops.call import HI_LO, Call, UncheckedCall, storage
+from gpt2block.ops.call import HI_LO, Call, UncheckedCall, refuse, storage
 from gpt2block.ops.engines.rows import check_rows, share
 from gpt2block.ops.hi_lo import check_one_scale
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Inputs,
-    Operation,
-    Sizes,
-    UnsupportedCall,
-    Workload,
-    as_stated,
-    variant,
-)
+from gpt2block.ops.operation import REQUIRED, Inputs, Operation, Sizes, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 from gpt2block.reference import layernorm_stats
 
@@ -109,11 +100,8 @@ def narrow_geometry(
     ):
         each *= 2
     defines = (
-        ("LN_WIDTH", width),
-        ("LN_THREADS", shape.threads),
-        ("LN_VECTORS", shape.held),
-        ("LN_ROWS", shape.rows),
-        ("LN_EACH", each),
+        *defines_of(LN_WIDTH=width, LN_THREADS=shape.threads, LN_VECTORS=shape.held),
+        *defines_of(LN_ROWS=shape.rows, LN_EACH=each),
     )
     kernel = "layernorm_narrow" + ("_split" if hi_lo else "_float" if float_x else "")
     return Geometry(kernel, (ceil(rows / (shape.rows * each)),), (shape.block,), defines=defines)
@@ -131,25 +119,23 @@ def _fit(c: Call, dtype: str | None = "float32", stats: bool = True, parts: bool
     stats: whether to allocate mean and rstd, which the kernel writes. parts: whether the kernel can
     write a HiLoMatrix.
     """
-    if c.hi_lo and not parts:
-        raise UnsupportedCall("a hi/lo result is for variant narrow alone")
-    if dtype is not None and c.storage != dtype:
-        raise UnsupportedCall(f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})")
+    types = f"x: expected {dtype}, got {c.storage}: use .astype({dtype!r})"
+    refuse(c.hi_lo and not parts, "a hi/lo result is for variant narrow alone")
+    refuse(dtype not in (None, c.storage), types)
     for name in ("gamma", "beta"):
         check(name, getattr(c, name), dtype=dtype or "float32")
     for name in ("mean", "rstd") if stats else ():
         c.output(name)
 
 
-def _options(c: Call) -> bool:
-    """Whether the caller passes a block size, or an array for mean or rstd."""
-    return bool(c.requested or c.mean is not None or c.rstd is not None)
+def _refuse_options(c: Call, reason: str) -> None:
+    """Raise UnsupportedCall if the caller passes a block size, or an array for mean or rstd."""
+    refuse(c.requested or c.mean is not None or c.rstd is not None, reason)
 
 
 @variant("skeleton", SKELETON, "layernorm768_kernel", "layernorm_kernel", source=CHALLENGE)
 def _skeleton(c: Call) -> Launch:
-    if _options(c):
-        raise UnsupportedCall("block, mean and rstd need a variant: pass variant=1 to 6")
+    _refuse_options(c, "block, mean and rstd need a variant: pass variant=1 to 6")
     _fit(c, stats=False)
     name, width = ("layernorm768_kernel", ()) if c.C == 768 else ("layernorm_kernel", (c.C,))
     args = (c.x, c.output("out"), c.gamma, c.beta, c.rows, *width)
@@ -230,13 +216,12 @@ def _rows(c: Call) -> Launch:
     source="gpt2block",
 )
 def _narrow(c: Call) -> Launch:
-    if _options(c):
-        raise UnsupportedCall("narrow has no block, mean and rstd: use variant 6")
+    _refuse_options(c, "narrow has no block, mean and rstd: use variant 6")
     _fit(c, None, stats=False, parts=True)
     out = c.output("out")
     written, scale = (out.parts, (1 / (out.one_scale or 1.0),)) if c.hi_lo else (out, ())
     width = vector_width(c.C, c.x, c.gamma, c.beta, written)
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     geometry = narrow_geometry(c.storage == "float32", c.rows, c.C, width, sms, c.hi_lo)
     args = (c.x, c.gamma, c.beta, written, *scale, c.eps, c.rows, c.C)
     return launch_at("norms/layernorm_narrow.cu", geometry, args, storage=written.dtype.name)
@@ -247,12 +232,11 @@ def _narrow(c: Call) -> Launch:
 )
 def _decode(c: Call) -> Launch:
     """Launch `decode`: one warp per row, with rows divided among as many blocks as possible."""
-    if _options(c):
-        raise UnsupportedCall("decode has no block, mean and rstd: use variant 6")
+    _refuse_options(c, "decode has no block, mean and rstd: use variant 6")
     _fit(c, stats=False)
     loaded = math.gcd(4, c.C)  # floats per load; determines the order of additions
     c.check_addresses("x", "gamma", "beta", "out", loaded=loaded)
-    rows = min(MAX_DECODE_ROWS, ceil(c.rows / device_attribute("MultiProcessorCount")))
+    rows = min(MAX_DECODE_ROWS, ceil(c.rows / multiprocessors()))
     sizes = (("LN_C", c.C), ("LN_X", loaded), ("LN_ROWS", rows))
     defines = (*sizes, *stored_defines("LN_OPERAND", c.to_operand))
     geometry = Geometry("layernorm_decode", (ceil(c.rows / rows),), (32 * rows,), defines=defines)

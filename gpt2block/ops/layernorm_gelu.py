@@ -5,17 +5,11 @@ Kernels: learn/layernorm/gelu.cu, one for each variant.
 
 from __future__ import annotations
 
-from gpt2block.cuda.arrays import (
-    CudaArray,
-    contiguous,
-    device_attribute,
-    row_alignment,
-    same_memory,
-)
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
-from gpt2block.ops.call import Call
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment, same_memory
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
+from gpt2block.ops.call import Call, refuse
 from gpt2block.ops.engines.rows import ROW_BLOCKS, share
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
+from gpt2block.ops.operation import Operation, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/layernorm/gelu.cu"
@@ -24,10 +18,9 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 
 def _documented(c: Call) -> tuple[CudaArray, CudaArray, int, int, float]:
     """Return the arguments of variants baseline and optimized, which support no gamma and beta."""
-    if c.gamma is not None or c.beta is not None:
-        raise UnsupportedCall("has no gamma and beta: use variant 'rows'")
-    if same_memory(c.x, c.output("out")):
-        raise UnsupportedCall("out: overlaps x: expected another array")
+    affine = c.gamma is not None or c.beta is not None
+    refuse(affine, "has no gamma and beta: use variant 'rows'")
+    refuse(same_memory(c.x, c.output("out")), "out: overlaps x: expected another array")
     return c.x, c.out, c.rows, c.C, c.eps
 
 
@@ -39,14 +32,10 @@ _optimized = as_stated("optimized", FILE, "layernorm_gelu_optimized", _documente
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row. out may be x."""
     width = 4 if row_alignment(c.C, c.x, c.gamma, c.beta, c.output("out")) == 16 else 1
-    sms = device_attribute("MultiProcessorCount")
-    shape = share(c.rows, c.C, width, sms, c.block if c.requested else None)
+    shape = share(c.rows, c.C, width, multiprocessors(), c.block if c.requested else None)
     defines = (
-        ("LG_HIDDEN", c.C),
-        ("LG_WIDTH", width),
-        ("LG_THREADS", shape.threads),
-        ("LG_ROWS", shape.rows),
-        ("LG_AFFINE", int(c.gamma is not None or c.beta is not None)),
+        *defines_of(LG_HIDDEN=c.C, LG_WIDTH=width, LG_THREADS=shape.threads, LG_ROWS=shape.rows),
+        *defines_of(LG_AFFINE=int(c.gamma is not None or c.beta is not None)),
     )
     args = (c.x, c.out, c.gamma, c.beta, c.rows, c.eps)
     grid, block = (shape.grid,), (shape.block,)

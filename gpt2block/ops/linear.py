@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2block.contract import Contract
 from gpt2block.cuda.arrays import (
@@ -23,43 +23,56 @@ from gpt2block.cuda.arrays import (
     check,
     check_address,
     contiguous,
-    device_attribute,
     row_alignment,
 )
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, GGUF
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, Launch, cache_dtype, launch_at
+from gpt2block.cuda.kernels import (
+    FP8,
+    HI_LO,
+    Geometry,
+    Launch,
+    cache_dtype,
+    launch_at,
+    nonzero_defines,
+)
 from gpt2block.errors import InputError
 from gpt2block.models.weights.hi_lo import HiLoMatrix, scale_for
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.all_gather import ALL_GATHER, ALL_GATHER_NORM
-from gpt2block.ops.call import CACHE, Call, Parts, UncheckedCall
+from gpt2block.ops.call import CACHE, Call, Parts, UncheckedCall, accept, needs, refuse, supports
 from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_matvec as matvec
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines import linear_mma_tiles as mma_tiles
 from gpt2block.ops.engines import linear_tiles as tiles
 from gpt2block.ops.engines import linear_wgmma as wgmma
-from gpt2block.ops.engines.epilogues import Ends, add, append, append_rope, check_rope_heads
+from gpt2block.ops.engines.epilogues import (
+    Ends,
+    Epilogue,
+    add,
+    append,
+    append_rope,
+    check_rope_heads,
+)
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
-from gpt2block.ops.gated_sums import DTYPES, GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
+from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.low_rank import ADD_LOW_RANK
-from gpt2block.ops.operands import CHUNK, Operand, check_operand, count_define, rounds, stored_scale
-from gpt2block.ops.operation import (
-    REQUIRED,
-    Launches,
-    Operation,
-    UnsupportedCall,
-    Variant,
-    Workload,
-    variant,
+from gpt2block.ops.operands import (
+    CHUNK,
+    Operand,
+    check_operand,
+    count_define,
+    ordered,
+    rounds,
+    stored_scale,
 )
-from gpt2block.ops.products import SMALL, gate_define, needs_mma, needs_wgmma, storage_of
+from gpt2block.ops.operation import REQUIRED, Launches, Operation, Variant, Workload, variant
+from gpt2block.ops.products import SMALL, Matmul, gate_define, limits, storage_of
 from gpt2block.ops.warm import call
 
 DECODING_ROWS = 16  # maximum rows of x for which the kernels of decoding are the default variants
-MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
 # maximum M N K for which mma is faster than mma_tiles for M > MORE_ROWS
 MAX_MMA_PRODUCTS = 80_000_000
 # Matrices with fewer weights than the largest of a layer divided by MUCH_SMALLER do not decide for
@@ -78,14 +91,8 @@ HI_LO_QKV = Contract.parse(
     "-> q f32 M C; k v kv B P C"
 )
 MAX_OUTPUTS = 2**31 - 2**16  # maximum M and N: an int still holds them plus a block's columns
-MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
 # normalizes: whether GGUF products can fuse RMSNorm. wgmma_takes: whether wgmma supports w.
-normalizes, wgmma_takes = blocks.normalizes, wgmma.takes_blocks
-
-
-def most_by_mma() -> int:
-    """Return the maximum rows for which variant mma, which reads floats, is preferred."""
-    return MORE_ROWS if gpu().has_bf16 else mma.ROWS_WITHOUT_COPIES
+MORE_ROWS, normalizes, wgmma_takes = mma.MORE_ROWS, blocks.normalizes, wgmma.takes_blocks
 
 
 def operands_of(
@@ -105,34 +112,43 @@ def operands_of(
     are faster up to 8 rows with wgmma, else up to 16: a step of a 7B model in Q4_K_M (H100) takes
     3.1 ms for 8 rows. For 16 rows it takes 4.9 ms by mma, and 3.8 ms by wgmma.
     """
-    if dtype == "float32" or not (gpu().has_bf16 if dtype == "bfloat16" else gpu().has_mma):
+    if dtype == "float32" or needs("has_bf16" if dtype == "bfloat16" else "has_mma"):
         return {}
-    if dtype in (FILE, GGUF):
-        least = blocks.JOINT_ROWS if gpu().has_wgmma else DECODING_ROWS
-        possible = rounded and least < M and gpu().has_bf16
-        fits = possible and not any(K % mma.UNIT for K, _ in shapes.values())
-        return dict.fromkeys(shapes, (wgmma.operand(dtype, rounded),)) if fits else {}
-    multiple, by_tiles = mma.LOADED // itemsize_of(dtype), most_by_mma() < M
-    if dtype == HI_LO:
-        fitting = [name for name, (K, _) in shapes.items() if by_tiles and K % multiple == 0]
-        return dict.fromkeys(fitting, (Operand(HI_LO),))
     wide = wgmma.operand(dtype, rounded)
+    if dtype in (FILE, GGUF):
+        reads = rounded and _blocks_read_operand(M, (K for K, _ in shapes.values()))
+        return dict.fromkeys(shapes, (wide,)) if reads else {}
+    in_place = Operand(HI_LO) if dtype == HI_LO else wide._replace(width=0)
     kinds = ("fp8",) if dtype in FP8 else ("gated",) * ("w_gate" in shapes)
     least = min_weights(M, (*kinds, *("fused",) * fused))
+    sizes, found = _deciding_sizes(M, shapes), dict[str, tuple[Operand, ...]]()
+    for name, (K, N) in shapes.items():
+        faster = [wide] * (sizes[name] >= least) + [in_place] * (mma.most_rows() < M)
+        found[name] = _supported(Matmul(M, N, K, dtype, rounded=rounded), faster)
+    return {name: operands for name, operands in found.items() if operands}
+
+
+def _supported(p: Matmul, operands: Iterable[Operand]) -> tuple[Operand, ...]:
+    """Return the operands in which a kernel reads x of a product."""
+    plans = {o: wgmma.plan if ordered(o) else mma_tiles.plan for o in operands}
+    return tuple(o for o, plan in plans.items() if supports(plan(p._replace(operand=o))))
+
+
+def _blocks_read_operand(M: int, inputs: Iterable[int]) -> bool:
+    """Return whether products of M rows with GGUF blocks are faster with operands than floats."""
+    most_floats = blocks.JOINT_ROWS if gpu().has_wgmma else DECODING_ROWS
+    return most_floats < M and all(map(blocks.reads_operand, inputs))
+
+
+def _deciding_sizes(M: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return, for each product of M rows, the weights of the matrix that decides its engine."""
     sizes = {name: K * N for name, (K, N) in shapes.items()}
-    largest = max(size for name, size in sizes.items() if name != "lm_head")
-    smallest = min(size for size in sizes.values() if MUCH_SMALLER * size >= largest)
-    on_hopper = gpu().has_wgmma
-
-    def operands_for(name: str, K: int) -> tuple[Operand, ...]:
-        in_place = (wide._replace(width=0),) if by_tiles and K % multiple == 0 else ()
-        size = sizes[SAME_INPUT.get(name, name)]
-        if M <= SAME_ENGINE:
-            size = smallest if MUCH_SMALLER * size >= largest else 0
-        faster = size >= least
-        return (wide, *in_place) if on_hopper and K % wgmma.BOX == 0 and faster else in_place
-
-    return {name: found for name, (K, _) in shapes.items() if (found := operands_for(name, K))}
+    own = {name: sizes[SAME_INPUT.get(name, name)] for name in shapes}
+    if M > SAME_ENGINE:
+        return own
+    least = max(size for name, size in sizes.items() if name != "lm_head") / MUCH_SMALLER
+    smallest = min(size for size in sizes.values() if size >= least)
+    return {name: smallest if size >= least else 0 for name, size in own.items()}
 
 
 ROUNDING = ("float16", "float8_e5m2", "float8_e4m3fn", FILE)  # weights for which x is rounded
@@ -145,10 +161,7 @@ def can_round(dtype: str, inputs: Iterable[int]) -> bool:
     products run on tensor cores. x is then rounded for any number of rows, so that a row has the
     same bits alone and in any batch. Otherwise, x has two terms or stays float32.
     """
-    if dtype not in ROUNDING or not gpu().has_mma:
-        return False
-    multiple = mma.LOADED // itemsize_of(dtype)
-    return all(K % multiple == 0 for K in inputs)
+    return dtype in ROUNDING and all(not mma.refusal(dtype, K) for K in inputs)
 
 
 def workspace_floats(dtype: str, N: int) -> int:
@@ -157,127 +170,43 @@ def workspace_floats(dtype: str, N: int) -> int:
     dtype: dtype of the weights, "file" for GGUF blocks.
     """
     has = gpu()
-    needs = dtype == FILE and has.has_mma and not has.has_wgmma
-    return blocks.COUNTERS + mma.MAX_SPLITS * blocks.MAX_ROWS * N if needs else 0
+    reads = dtype == FILE and has.has_mma and not has.has_wgmma
+    return blocks.COUNTERS + mma.MAX_SPLITS * blocks.MAX_ROWS * N if reads else 0
 
 
-def itemsize_of(dtype: str) -> int:
-    """Return the bytes per weight of this dtype, or per half of a hi/lo weight."""
-    return 2 if dtype == HI_LO else mma.BYTES.get(dtype, 1)
+def _few_rows(
+    c: Call, file: str, geometry: Geometry, load: int, end: Epilogue, **own: float
+) -> Launch:
+    """Return a Launch of a kernel for few rows of floats.
 
-
-class FewRows(NamedTuple):
-    """A kernel for few rows of floats.
-
-    geometry: returns the launch for (call, outputs, norm), None if a row does not fit in shared
-    memory, or raises UnsupportedCall. load: returns the bytes of w per load of a lane. own:
-    arguments that other kernels do not have.
+    load: bytes of w per load of a lane. own: arguments that other kernels do not have.
     """
-
-    file: str
-    geometry: Callable[[Call, int, int], Geometry | None]
-    load: Callable[[Call], int]
-    own: tuple[str, ...] = ()
-
-    def launch(self, c: Call, epilogue: Ends) -> Launch:
-        outputs, norm = c.N * (2 if c.up else 1), blocks.norm_of(c.gamma, c.beta)
-        _check_sizes(c)
-        if c.to_operand:
-            raise UnsupportedCall(FLOATS_ALONE)
-        geometry = self.geometry(c, outputs, norm)
-        if geometry is None:
-            raise UnsupportedCall(
-                f"K {c.K:,}: a row does not fit in the {_of_device()['max_shared']:,} bytes of "
-                "this GPU's shared memory: variant tiles has no such limit"
-            )
-        if geometry.grid[1] > MAX_BLOCKS:
-            raise UnsupportedCall(f"{c.M:,} rows: too many for this variant: use variant tiles")
-        load = self.load(c)
-        check_address("w", c.w.data, load)
-        c.check_addresses("x", "gamma", "beta", loaded=gcd(4, c.K))
-        args = {name: getattr(c, name) for name in self.own}
-        args |= {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N}
-        args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
-        defines, end = count_define(c.rounded), epilogue(c)
-        if c.up:
-            check_address("up", c.up.data, load)
-            args |= {"up": c.up.data, "up_scale": c.up.scale}
-            defines += (("DECODE_UP", 1), *gate_define(c.gelu))
-            end = end._replace(args={**end.args, "gelu": 0})
-        return end.launch(self.file, geometry, defines, args, c.w)
-
-
-FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmma"
-ONE_MATRIX = "takes one matrix: use variant wgmma"
-
-
-def _cores_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
-    _on_cuda_cores(c)
-    if norm == mma.RMSNORM:
-        raise UnsupportedCall("takes no gamma without beta: use variant mma")
-    _send_after(c)
-    if c.operand:
-        raise UnsupportedCall(FLOATS_ALONE)
+    check_address("w", c.w.data, load)
+    c.check_addresses("x", "gamma", "beta", loaded=gcd(4, c.K))
+    args = {"x": c.x, "gamma": c.gamma, "beta": c.beta, "eps": c.eps, "M": c.M, "N": c.N, **own}
+    args |= {"w": c.w.data, "scale": c.w.scale, "bias": c.bias}
+    defines = count_define(c.rounded)
     if c.up:
-        raise UnsupportedCall(ONE_MATRIX)
-    sizes = (c.M, outputs, c.K, c.w.data.itemsize)
-    options = {"norm": bool(norm), "whole_N": c.w.whole_N, "tiled": not gpu().has_bf16}
-    return matvec.geometry(*sizes, **options, **_of_device())
+        check_address("up", c.up.data, load)
+        args |= {"up": c.up.data, "up_scale": c.up.scale}
+        defines += (("DECODE_UP", 1), *gate_define(c.gelu))
+        end = end._replace(args={**end.args, "gelu": 0})
+    return end.launch(file, geometry, defines, args, c.w)
 
 
-def _cores_load(c: Call) -> int:
-    size = int(c.w.data.itemsize)
-    return matvec.order(c.w.whole_N, c.K, size)[0] * size
+def _by_cores(c: Call, epilogue: Ends) -> Launch:
+    """Return a Launch of the kernel in matmul/decode/cores.cu."""
+    geometry, size = accept(matvec.plan(Matmul.of(c))), int(c.w.data.itemsize)
+    load = matvec.order(c.w.whole_N, c.K, size)[0] * size
+    _send_after(c)
+    return _few_rows(c, matvec.FILE, geometry, load, epilogue(c))
 
 
-def _mma_geometry(c: Call, outputs: int, norm: int) -> Geometry | None:
-    _on_tensor_cores(c)
-    if c.operand and c.operand.width:
-        raise UnsupportedCall(FLOATS_ALONE)
-    if c.up and c.residual is not None:
-        raise UnsupportedCall(ONE_MATRIX)
-    if norm == mma.RMSNORM and (c.K > mma.MAX_NORMED or outputs >= mma.MANY_COLUMNS):
-        raise UnsupportedCall(
-            f"gamma without beta, K {c.K:,}, {outputs:,} outputs: expected up to "
-            f"{mma.MAX_NORMED:,} inputs and less than {mma.MANY_COLUMNS:,} outputs: use rmsnorm "
-            "before it"
-        )
-    columns = mma.PAIRED_COLUMNS if c.up else mma.COLUMNS
-    sizes, operand = (c.M, outputs, c.K, c.w.dtype), c.operand is not None
-    has = gpu()
-    more: Any = {"overlaps": has.has_overlap, "rows_first": not has.has_bf16, **_of_device()}
-    return mma.geometry(*sizes, norm=norm, operand=operand, columns=columns, **more)
-
-
-def _of_device() -> dict[str, int]:
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # static shared memory
-    return {"sms": device_attribute("MultiProcessorCount"), "max_shared": max_shared}
-
-
-CORES = FewRows(matvec.FILE, _cores_geometry, _cores_load)
-MMA = FewRows(mma.FILE, _mma_geometry, lambda c: mma.LOADED, ("x_scale",))
-
-
-def _on_tensor_cores(c: Call) -> None:
-    """Raise UnsupportedCall if the tensor-core decoding kernels do not support w, the GPU or K."""
-    if c.w.dtype == GGUF:
-        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    needs_mma(": use variant matvec", floats=c.w.dtype == "float32")
-    multiple = mma.LOADED // itemsize_of(c.w.dtype)
-    if c.K % multiple:
-        raise UnsupportedCall(
-            f"K {c.K:,}: expected a multiple of {multiple} for {c.w.dtype}: use variant matvec"
-        )
-
-
-def _on_cuda_cores(c: Call) -> None:
-    """Raise UnsupportedCall if only tensor-core kernels support w's dtype or the rounding of x."""
-    if c.w.dtype == HI_LO:
-        raise UnsupportedCall("takes no HiLoMatrix: use variant mma, or a WeightMatrix")
-    if c.w.dtype == GGUF:
-        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    if c.rounded:
-        raise UnsupportedCall("does not round x: use variant mma")
+def _by_mma(c: Call, epilogue: Ends) -> Launch:
+    """Return a Launch of the kernel in matmul/decode/mma.cu."""
+    geometry, end = accept(mma.plan(Matmul.of(c))), epilogue(c)
+    end = end._replace(defines=(*end.defines, *nonzero_defines(DECODE_ROPE=end.head)))
+    return _few_rows(c, mma.FILE, geometry, mma.LOADED, end, x_scale=c.x_scale)
 
 
 def _send_after(c: Call) -> None:
@@ -286,55 +215,23 @@ def _send_after(c: Call) -> None:
         c.after, c.to_peers = (*c.after, c.to_peers.launch(c.output("out"))), None
 
 
-def _check_sizes(c: Call) -> None:
-    """Raise UnsupportedCall if there are more rows or outputs than kernels can index."""
-    if max(c.M, c.N) > MAX_OUTPUTS:
-        raise UnsupportedCall(
-            f"x {c.x.shape}, {c.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
-        )
-
-
 def _by_mma_tiles(c: Call, epilogue: Ends) -> Launch:
     """Return a Launch of the kernel in matmul/decode/mma_tiles.cu."""
-    if c.w.dtype == GGUF:
-        raise UnsupportedCall("takes no GgufMatrix: use variant tiles")
-    if c.gamma is not None:
-        raise UnsupportedCall(
-            "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"
-        )
+    geometry = accept(mma_tiles.plan(Matmul.of(c)))
     _send_after(c)
-    _check_sizes(c)
-    ordered = any(operand and operand.width for operand in (c.operand, c.to_operand))
-    alone = gpu().has_clusters or not gpu().has_bf16 or c.w.dtype not in DTYPES
-    if ordered or (c.up and (alone or c.residual is not None)):
-        raise UnsupportedCall(
-            "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"
-        )
-    _on_tensor_cores(c)
     c.check_addresses("w", "x", "up")
-    gated = c.up is not None
-    sizes = c.M, c.N * (1 + gated), c.K, c.w.dtype
-    more: Any = {"clusters": gpu().has_clusters, "copies": gpu().has_bf16, **_of_device()}
-    tile = mma_tiles.choose(*sizes, gated=gated, **more)
-    operands = c.operand is not None, c.to_operand is not None
-    geometry = mma_tiles.geometry(*sizes, tile, *operands, gated=gated)
     defines = count_define(c.rounded)
+    args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "M": c.M, "N": c.N, "K": c.K}
     if c.up:
-        args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "up": c.up.data}
-        args |= {"up_scale": c.up.scale, "out": c.output("out"), "M": c.M, "N": c.N, "K": c.K}
+        args |= {"up": c.up.data, "up_scale": c.up.scale, "out": c.output("out")}
         geometry = geometry.with_defines((*defines, *gate_define(c.gelu)))
         return launch_at(mma_tiles.FILE, geometry, args, *storage_of(c.w))
-    args = {"x": c.x, "w": c.w.data, "scale": c.w.scale, "bias": c.bias, "x_scale": c.x_scale}
-    args |= {"out_scale": stored_scale(c.to_operand), "M": c.M, "N": c.N, "K": c.K}
+    args |= {"bias": c.bias, "x_scale": c.x_scale, "out_scale": stored_scale(c.to_operand)}
     return epilogue(c).launch(mma_tiles.FILE, geometry, defines, args, c.w)
 
 
 def _by_wgmma(c: Call, epilogue: Ends) -> tuple[Launch, ...]:
     """Return the Launches of the kernel in matmul/decode/wgmma.cu or wgmma_gguf.cu."""
-    needs_wgmma(": use variant mma_tiles")
-    _check_sizes(c)
-    if not (c.operand and c.operand.width and (not c.to_operand or c.to_operand.width)):
-        raise UnsupportedCall("takes and gives terms in the order of wgmma: use variant mma_tiles")
     if c.to_peers and (c.w.dtype == GGUF or c.N % 2 or c.to_peers.args["all_columns"] % 2):
         _send_after(c)  # the kernel sends pairs of columns
     return wgmma.launch(c, epilogue(c))
@@ -362,6 +259,8 @@ class Engine(NamedTuple):
         """Return the variant with an epilogue. The name of the variant begins with `prefix`."""
 
         def launch(c: Call) -> Launches:
+            expected = f"x {c.x.shape}, {c.N:,} outputs: expected at most {MAX_OUTPUTS:,} of both"
+            refuse(max(c.M, c.N) > MAX_OUTPUTS, expected)
             return self.launch(c, epilogue)
 
         kernels = self.kernel, *(() if prefix else self.other)
@@ -369,8 +268,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = (
-    Engine("matvec", matvec.FILE, matvec.KERNEL, CORES.launch),
-    Engine("mma", mma.FILE, mma.KERNEL, MMA.launch),
+    Engine("matvec", matvec.FILE, matvec.KERNEL, _by_cores),
+    Engine("mma", mma.FILE, mma.KERNEL, _by_mma),
     Engine("mma_tiles", mma_tiles.FILE, mma_tiles.KERNEL, _by_mma_tiles, (mma_tiles.GATED,)),
     Engine("wgmma", wgmma.FILE, wgmma.KERNEL, _by_wgmma),
 )
@@ -384,18 +283,15 @@ GGUF_ENGINES = (
 def _tiles(c: Call) -> Launches:
     if c.w.dtype == GGUF:
         return _by_mma_gguf(c, epilogue=add)
-    _on_cuda_cores(c)
-    if c.gamma is not None:
-        raise UnsupportedCall("takes no gamma and beta: use variant matvec")
-    if c.operand or c.to_operand or c.up:
-        raise UnsupportedCall("takes and gives floats, of one matrix: use variant wgmma")
+    p, M, N, K, data = Matmul.of(c), c.M, c.N, c.K, c.w.data
+    accept(matvec.refusal(p))
+    floats = "takes and gives floats, of one matrix: use variant wgmma"
+    most = f"at most {tiles.MAX_SIZE:,} rows or outputs, and {tiles.MAX_K:,} inputs"
+    refuse(p.norm, "takes no gamma and beta: use variant matvec")
+    refuse(p.operand or p.to_operand or p.up, floats)
+    too_many = max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K
+    refuse(too_many, f"x {c.x.shape}, w ({N}, {K}): expected {most}")
     _send_after(c)
-    M, N, K, data = c.M, c.N, c.K, c.w.data
-    if max(M, N) > tiles.MAX_SIZE or K > tiles.MAX_K:
-        raise UnsupportedCall(
-            f"x {c.x.shape}, w ({N}, {K}): expected at most {tiles.MAX_SIZE:,} rows or outputs, "
-            f"and {tiles.MAX_K:,} inputs"
-        )
     geometry = tiles.geometry(
         M,
         N,
@@ -403,8 +299,7 @@ def _tiles(c: Call) -> Launches:
         load=min(tiles.MAX_LOADED, alignment(K * data.itemsize, data.data.ptr) // data.itemsize),
         store=4 if row_alignment(N, c.output("out"), c.residual) == 16 else 1,
         gelu=c.gelu,
-        sms=device_attribute("MultiProcessorCount"),
-        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
+        **limits(),
     )
     args = (c.x, data, c.w.scale, c.bias, c.residual, c.output("out"), M, K, N)
     return launch_at(tiles.FILE, geometry, args, *storage_of(c.w))
@@ -415,9 +310,9 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
     few_rows, on_tensor_cores, more_rows, by_wgmma = operation.variants[:4]
     if c.w.dtype == GGUF:
         return (_with_blocks(c, QKV_GGUF if operation is LINEAR_QKV else LINEAR_GGUF),)
-    if c.operand is not None and c.operand.width > 0:
+    if ordered(c.operand):
         return (by_wgmma,)
-    most = most_by_mma() if c.N < mma.MANY_COLUMNS else MORE_ROWS
+    most = mma.most_rows() if c.N < mma.MANY_COLUMNS else MORE_ROWS
     few = c.M * c.N * c.K <= MAX_MMA_PRODUCTS or most >= c.M
     tiles_first = c.to_operand or (c.gamma is None and not few)
     tiles = (more_rows,) if c.gamma is None else ()  # also if a row does not fit in shared memory
@@ -427,7 +322,7 @@ def _decoding(c: Call, operation: Operation) -> tuple[Variant, ...]:
 
 def _with_blocks(c: Call, variants: tuple[Variant, ...]) -> Variant:
     """Return the variant of GGUF_ENGINES: wgmma, where there is one, reads operands in order."""
-    return variants[c.operand is not None and c.operand.width > 0 and gpu().has_wgmma]
+    return variants[ordered(c.operand) and gpu().has_wgmma]
 
 
 def _prepare(unchecked: UncheckedCall) -> Call:
@@ -498,7 +393,8 @@ def _prepare_rope(unchecked: UncheckedCall) -> Call:
     of q and k. k and v are as in `linear_qkv`. The host does not read row and position; kernels do
     not store k and v outside the cache. q is bitwise equal to `linear` followed by `rope_append`.
     """
-    c = unchecked.checked(to_operand=None, up=None)
+    absent = dict.fromkeys(("to_operand", "up", "gamma", "beta"))
+    c = unchecked.checked(**absent, eps=0.0, x_scale=1.0)
     c.T = cache_dtype(c.w.dtype)
     c.rounded = rounds(c.operand.x_dtype if c.operand else c.x_dtype, c.w.dtype)
     floats = LINEAR_ROPE.variants[c.operand is not None]
@@ -520,7 +416,7 @@ def _check(c: Call) -> None:
     if any(each.rounded != c.rounded for each in stored):
         raise InputError(f"terms of {c.to_operand}: expected both x and out rounded, or neither")
     shapes = {"w": (c.K, c.N)}
-    known = operands_of(c.w.dtype, most_by_mma() + 1, shapes, c.rounded).get("w", ())
+    known = operands_of(c.w.dtype, mma.most_rows() + 1, shapes, c.rounded).get("w", ())
     kinds = {each.dtype for each in known}
     orders = {0} if c.w.dtype == HI_LO else {0, wgmma.width(c.w.dtype)}
     unknown = any(each.dtype not in kinds or each.width not in orders for each in stored)
@@ -531,31 +427,6 @@ def _check(c: Call) -> None:
         )
     begins = c.w.begins if c.w.dtype == GGUF else ()  # a block computes columns of one type
     check_operand(c.to_operand, c.N, gcd(CHUNK, *begins) if c.up is not None else 1)
-
-
-def _rope_by_mma(c: Call) -> Launch:
-    """Return the Launch of the kernel in matmul/decode/mma.cu with RoPE, for x of floats."""
-    D = 2 * c.P
-    if D % 16 or c.N >= mma.MANY_COLUMNS:
-        raise UnsupportedCall(
-            f"heads of {D} channels, {c.N:,} outputs: expected a multiple of 16, and less than "
-            f"{mma.MANY_COLUMNS:,} outputs: use linear and rope_append"
-        )
-    c.gamma, c.beta, c.eps, c.up, c.to_operand, c.x_scale = None, None, 0.0, None, None, 1.0
-    end = append_rope(c)
-    return MMA.launch(c, lambda _: end._replace(defines=(*end.defines, ("DECODE_ROPE", D))))
-
-
-def _rope_by_wgmma(c: Call) -> tuple[Launch, ...]:
-    """Return the Launches of the kernel in matmul/decode/wgmma.cu with RoPE."""
-    needs_wgmma(": use linear and rope_append")
-    wanted, D = wgmma.operand(c.w.dtype, c.rounded), 2 * c.P
-    if c.operand != wanted:
-        raise UnsupportedCall(f"terms of {c.operand}: expected {wanted}")
-    multiple = 2 * wgmma.ROPE_BOX
-    if D % multiple:
-        raise UnsupportedCall(f"heads of {D} channels: expected a multiple of {multiple}")
-    return wgmma.launch(c, append_rope(c))
 
 
 LINEAR_GGUF = tuple(engine.then(add) for engine in GGUF_ENGINES)
@@ -572,10 +443,7 @@ LINEAR_QKV = Operation(
 
 LINEAR_ROPE = Operation(
     name="linear_rope",
-    variants=(
-        Variant("rope_mma", mma.FILE, (mma.KERNEL,), _rope_by_mma),
-        Variant("rope_wgmma", wgmma.FILE, (wgmma.KERNEL,), _rope_by_wgmma),
-    ),
+    variants=tuple(engine.then(append_rope, "rope_") for engine in ENGINES[1::2]),
     options={"n_head": REQUIRED, "operand": None, **CACHE, "x_dtype": None, "growth": None},
     prepare=_prepare_rope,
     parts=ROPE_GGUF,

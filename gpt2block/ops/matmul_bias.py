@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at, size_defines
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, refuse
 from gpt2block.ops.engines.rows import WARP
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, as_stated, variant
+from gpt2block.ops.operation import Operation, Workload, as_stated, variant
 from gpt2block.ops.products import count_tiles, fastest
 from gpt2block.ops.warm import call
 
@@ -78,16 +78,13 @@ def registers_geometry(tile: MatmulTile, groups: int, M: int, N: int, width: int
 
 def _args(c: Call) -> tuple[object, ...]:
     M, K, N = c.rows, c.K, c.N
-    if max(M, K, N) > MAX_SIZE:
-        raise UnsupportedCall(
-            f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
-        )
+    expected = f"a {c.a.shape}, w {c.w.shape}: expected at most {MAX_SIZE:,} rows or columns"
+    refuse(max(M, K, N) > MAX_SIZE, expected)
     return c.a, c.w, c.bias, c.output("out"), M, K, N
 
 
 def _tiled_args(c: Call) -> tuple[object, ...]:
-    if c.rows > MAX_ROWS:
-        raise UnsupportedCall(TOO_MANY_ROWS.format(c.rows))
+    refuse(c.rows > MAX_ROWS, TOO_MANY_ROWS.format(c.rows))
     return _args(c)
 
 
@@ -99,7 +96,7 @@ _coarsened = as_stated("coarsened", LADDER, "matmul_forward_kernel2", _args, sou
 @variant("registers", REGISTERS, "matmul_forward_kernel3", source=LLM_C)
 def _registers(c: Call) -> Launch:
     width = 4 if row_alignment(c.N, c.w, c.output("out")) == 16 else 1
-    chosen = choose_tile(c.rows, c.N, device_attribute("MultiProcessorCount"))
+    chosen = choose_tile(c.rows, c.N, multiprocessors())
     geometry = registers_geometry(*chosen, c.rows, c.N, width)
     return launch_at(REGISTERS, geometry, _args(c))
 

@@ -54,6 +54,16 @@ class Operand(NamedTuple):
         return f"{kind} in the order of wgmma" if self.width else kind
 
 
+def ordered(operand: Operand | None) -> bool:
+    """Return whether an operand has the order of terms that wgmma and mma with blocks read."""
+    return operand is not None and operand.width > 0
+
+
+def head_multiple(operand: Operand | None) -> int:
+    """Return a divisor of the channels of heads to which products of such x can apply RoPE."""
+    return LINE if ordered(operand) else 16
+
+
 def check_operand(operand: Operand | None, channels: int, together: int = 1) -> None:
     """Raise InputError unless rows of `channels` channels can be stored as this operand.
 

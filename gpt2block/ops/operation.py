@@ -21,7 +21,7 @@ from gpt2block.cuda.arrays import ArrayArgs, Bound, arrays_of, mapped
 from gpt2block.cuda.launch_lines import default_block, stated_launch
 from gpt2block.cuda.requests import Launch
 from gpt2block.errors import Argument, InputError, KernelError
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import Call, UncheckedCall, UnsupportedCall
 
 Sizes = Mapping[str, int]  # sizes of one run by name: "B", "T", "C", "NH", "HS", "N" …
 Attrs = Mapping[str, Any]
@@ -31,10 +31,6 @@ Launches = Launch | tuple[Launch, ...]
 Count = Callable[[Sizes], int]
 Names = tuple[str, ...]
 REQUIRED = object()  # marks an option without a default
-
-
-class UnsupportedCall(Exception):  # noqa: N818  (a reason to take another variant)
-    """A variant does not support a call's dtypes, sizes, alignment or compute capability."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.arrays import max_shared, multiprocessors
 from gpt2block.cuda.kernels import WEIGHTS, Defines
+from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Parts
-from gpt2block.ops.operation import UnsupportedCall
+from gpt2block.ops.call import Call, Parts, Refusal
+from gpt2block.ops.operands import Operand
 
 MULTIPLE = 8  # N and K must be multiples of 8: rows are copied 16 bytes at a time
 # Sizes of products for checks, no multiples of blocks and vectors
@@ -19,17 +21,72 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 Tile = TypeVar("Tile")
 
 
-def needs_mma(instead: str = "", floats: bool = False) -> None:
-    """Raise UnsupportedCall on a GPU without mma.sync. instead: advice. floats: of float32."""
-    if not (gpu().has_bf16 if floats else gpu().has_mma):
-        least = "8.0" if floats else "7.5"
-        raise UnsupportedCall(f"needs a GPU of compute capability {least} or newer{instead}")
+class Matmul(NamedTuple):
+    """The facts by which kernels of decoding plan a product of x (M, K) and weights (N, K).
+
+    dtype: dtype of the weights. norm: the norm of x that the kernel computes, 0 none, 1 LayerNorm,
+    2 RMSNorm. up, residual: whether there is a second matrix, and a residual. rounded: whether x is
+    rounded to one 16-bit term per value. head: channels per head, with RoPE, else 0. blocks: the
+    matrices, if they have GGUF blocks. whole_N: `WeightMatrix.whole_N`, or 0 for N. workspace:
+    floats of memory with which blocks of a kernel can divide K.
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: str
+    norm: int = 0
+    up: bool = False
+    residual: bool = False
+    rounded: bool = False
+    operand: Operand | None = None
+    to_operand: Operand | None = None
+    head: int = 0
+    blocks: tuple[GgufMatrix, ...] = ()
+    whole_N: int = 0  # noqa: N815  (as WeightMatrix.whole_N)
+    workspace: int = 0
+
+    @classmethod
+    def of(cls, c: Call) -> Matmul:
+        """Return the facts of a checked call."""
+        given, blocks, workspace = vars(c).get, (c.w, vars(c).get("up")), vars(c).get("workspace")
+        norm = 0 if given("gamma") is None else 1 + (given("beta") is None)
+        return cls(
+            c.M, c.N, c.K, c.w.dtype, norm, given("up") is not None, given("residual") is not None,
+            c.rounded, given("operand"), given("to_operand"), given("head", 0),
+            tuple(w for w in blocks if isinstance(w, GgufMatrix)), getattr(c.w, "whole_N", 0),
+            0 if workspace is None or c.to_peers else workspace.size,
+        )  # fmt: skip
+
+    @property
+    def summed(self) -> bool:
+        """Whether the kernel also stores the sums of chunks of the result."""
+        return self.to_operand is not None and self.to_operand.summed
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of both matrices."""
+        return self.N * (1 + self.up)
 
 
-def needs_wgmma(instead: str) -> None:
-    """Raise UnsupportedCall on a GPU without wgmma. instead: advice."""
-    if not gpu().has_wgmma:
-        raise UnsupportedCall(f"needs a GPU of compute capability 9.0 (Hopper){instead}")
+def in_multiples(*sizes: int) -> bool:
+    """Return whether `gemm` supports matrices of these sizes K and N."""
+    return not any(size % MULTIPLE for size in sizes)
+
+
+def same_types(blocks: Sequence[GgufMatrix]) -> Refusal | None:
+    """Return a refusal if two matrices of a product have GGUF blocks of different types."""
+    wanted, *others = [w.ranges for w in blocks] or [()]
+    different = [ranges for ranges in others if ranges != wanted]
+    return Refusal(f"up: expected types {wanted}, got {different[0]}") if different else None
+
+
+def limits(static: int = 0) -> dict[str, int]:
+    """Return the multiprocessors of the device, and the bytes of shared memory per block.
+
+    static: bytes of static shared memory, which are not included.
+    """
+    return {"sms": multiprocessors(), "max_shared": max_shared() - static}
 
 
 def storage_of(w: WeightMatrix | Parts, with_fp8: str = "float32") -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from math import ceil, gcd
 import numpy as np
 
 from gpt2block.checks import normed_together
-from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, same_memory
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, same_memory
 from gpt2block.cuda.kernels import Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
@@ -71,7 +71,7 @@ def _geometry(
             raise InputError("values: expected norms of heads, got norms of all heads together")
         geometry = geometry_of_rows(kernel, B, N, n_head + n_kv_head, D)
     else:
-        geometry = choose_geometry(kernel, B, N, moved, D, device_attribute("MultiProcessorCount"))
+        geometry = choose_geometry(kernel, B, N, moved, D, multiprocessors())
     width = int(dict(geometry.defines)["QN_WIDTH"])
     c.check_addresses("qkv", "gamma_q", "gamma_k", "k", "v", "out", loaded=width)
     return geometry.with_defines((("QN_VALUES", 1),)) if c.values else geometry

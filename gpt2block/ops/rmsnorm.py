@@ -16,18 +16,18 @@ from gpt2block.cuda.arrays import (
     check,
     checked_row_stride,
     contiguous,
-    device_attribute,
     in_rows,
+    multiprocessors,
     row_alignment,
 )
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.call import Call, UncheckedCall, refuse, storage
 from gpt2block.ops.engines.linear_mma import HALF_SPLITS
 from gpt2block.ops.engines.rows import LONGEST_IN_REGISTERS, ROW_BLOCKS, check_rows, share
 from gpt2block.ops.operands import check_operand, stored_defines, stored_scale, written_dtype
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.operation import Operation, Workload, variant
 from gpt2block.ops.warm import call
 
 FILE = "norms/rmsnorm.cu"
@@ -51,12 +51,8 @@ def choose_geometry(
         shape = share(rows, C, width, sms, block)
         threads, held, together = shape.threads, shape.held, shape.rows
     defines = (
-        ("RMS_C", C),
-        ("RMS_WIDTH", width),
-        ("RMS_THREADS", threads),
-        ("RMS_VECTORS", held),
-        ("RMS_ROWS", together),
-        ("RMS_RESIDUAL", int(residual)),
+        *defines_of(RMS_C=C, RMS_WIDTH=width, RMS_THREADS=threads, RMS_VECTORS=held),
+        *defines_of(RMS_ROWS=together, RMS_RESIDUAL=int(residual)),
     )
     return Geometry(
         "rmsnorm_rows", (ceil(rows / together),), (threads * together,), defines=defines
@@ -71,8 +67,7 @@ def _rows(c: Call) -> Launch:
     others = row_alignment(c.C, c.weight, c.residual, c.total, c.output("out"))
     width = alignment(c.x.data.ptr, item * stride, others) // item
     block = c.block if c.requested else None
-    sms = device_attribute("MultiProcessorCount")
-    geometry = choose_geometry(c.rows, c.C, width, sms, block, c.residual is not None)
+    geometry = choose_geometry(c.rows, c.C, width, multiprocessors(), block, c.residual is not None)
     args = (c.x, c.residual, c.weight, c.total, c.output("out"), stride, c.eps, c.rows)
     return launch_at(FILE, geometry, args, storage=c.storage)
 
@@ -87,8 +82,8 @@ def stream_geometry(rows: int, C: int) -> Geometry:
 
 @variant("stream", STREAM, "rmsnorm_stream", dtypes=("float32",))
 def _stream(c: Call) -> Launch:
-    if c.residual is not None or c.requested:
-        raise UnsupportedCall("has no residual and no block: use rows")
+    given = c.residual is not None or c.requested
+    refuse(given, "has no residual and no block: use rows")
     c.check_addresses("x", "weight", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     geometry = geometry.with_defines(stored_defines("RS_OPERAND", c.to_operand))
@@ -122,10 +117,8 @@ def _launch_add(c: Call, rows: int, C: int, *scale: CudaArray) -> Launch:
 @variant("operand", STREAM, "operand_rows", "operand_columns", "operand_columns_narrow")
 def _operand(c: Call) -> Launch:
     narrow = c.storage != "float32"
-    if narrow and (c.channels is None or c.storage != c.out_dtype):
-        raise UnsupportedCall(
-            f"x in {c.storage}: expected float32, or with channels the dtype {c.out_dtype} of out"
-        )
+    reason = f"x in {c.storage}: expected float32, or with channels the dtype {c.out_dtype} of out"
+    refuse(narrow and (c.channels is None or c.storage != c.out_dtype), reason)
     c.check_addresses("x", "out", loaded=gcd(4, c.C))
     geometry = stream_geometry(c.rows, c.C)
     loads = ceil(c.C / (geometry.block[0] * gcd(4, c.C)))

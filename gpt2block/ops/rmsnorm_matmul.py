@@ -19,19 +19,17 @@ from gpt2block.cuda.arrays import (
     check,
     checked_row_stride,
     contiguous,
-    device_attribute,
     in_rows,
 )
-from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import FP8, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, UncheckedCall, storage
+from gpt2block.ops.call import Call, Refusal, UncheckedCall, accept, needs, refuse, storage
 from gpt2block.ops.engines import rmsnorm_matvec as matvec
 from gpt2block.ops.engines import rmsnorm_mma as mma
 from gpt2block.ops.engines import rmsnorm_wgmma as wgmma
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Variant, Workload, variant
-from gpt2block.ops.products import MULTIPLE, SMALL, gate_define, needs_wgmma, storage_of
+from gpt2block.ops.operation import Operation, Sizes, Variant, Workload, variant
+from gpt2block.ops.products import SMALL, gate_define, in_multiples, limits, storage_of
 from gpt2block.ops.rmsnorm import OPERATION as RMSNORM
 from gpt2block.ops.rope import OPERATION as ROPE
 from gpt2block.ops.rope import check_rotation, exponent_step
@@ -114,7 +112,7 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
     while c.K % width or c.stride % width or alignment(*arrays) % (width * c.x.itemsize):
         width //= 2
     pairing: matvec.Pairing = "halves" if head_dim and c.half_split else "neighbours"
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin") - 1024  # minus static memory
+    max_shared = limits(static=1024)["max_shared"]
     geometry = matvec.geometry(
         *c.sizes,
         width,
@@ -125,21 +123,21 @@ def _matvec_geometry(c: Call, head_dim: int) -> Geometry:
         alignment(*(w.data.data.ptr for w in c.matrices)),
         max_shared,
     )
-    if geometry is None:
-        raise UnsupportedCall(
+    chosen = accept(
+        geometry
+        or Refusal(
             f"K {c.K:,}: a row of {4 * c.K:,} bytes does not fit in the {max_shared:,} bytes of "
             "this GPU's shared memory: variant mma has no such limit, for float16 and bfloat16"
         )
-    most = MAX_BLOCKS * (c.rows // geometry.grid[1])
+    )
+    most = MAX_BLOCKS * (c.rows // chosen.grid[1])
     too_many = f"x: variant matvec takes about {most:,} rows of K {c.K:,}, got {c.rows:,}"
-    if geometry.grid[1] > MAX_BLOCKS:
-        raise UnsupportedCall(too_many)
-    return geometry
+    refuse(chosen.grid[1] > MAX_BLOCKS, too_many)
+    return chosen
 
 
 def _mma(c: Call) -> tuple[Launch, ...]:
-    if problem := _mma_problem(c):
-        raise UnsupportedCall(problem)
+    accept(_mma_refusal(c))
     return _launches_of(c, mma.FILE, _mma_geometry(c), _fused_head_dim(c))
 
 
@@ -151,26 +149,24 @@ def _mma_geometry(c: Call, norm: bool = True) -> Geometry:
         *c.sizes,
         weight=first.data.itemsize,
         layout=first.layout,
-        sms=device_attribute("MultiProcessorCount"),
-        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin"),
+        **limits(),
         norm=norm,
         residual=norm and c.residual is not None,
     )
 
 
-def _mma_problem(c: Call) -> str:
-    """Return the reason why variant mma does not support the call, or "" if it does."""
-    if not gpu().has_mma:
-        return "needs a GPU of compute capability 7.5 or newer: use variant matvec"
-    if c.storage == "float32":
-        return "takes float16 and bfloat16: use variant matvec"
+def _mma_refusal(c: Call) -> Refusal | None:
+    """Return a refusal unless variant mma supports the call."""
     first = c.matrices[0]
     fits = mma.fits(c.N, c.K, c.stride, first.data.itemsize, first.layout)
-    if fits and _aligned(c, c.x, c.gamma, c.residual):
-        return ""
-    return (
-        "expected K, N and the stride of x in multiples of 8 (rows of FP8 weights of 16), "
-        f"arrays on 16 bytes, got K {c.K}, N {c.N}, stride {c.stride}: use variant matvec"
+    return Refusal.first(
+        needs("has_mma", ": use variant matvec"),
+        (c.storage == "float32", "takes float16 and bfloat16: use variant matvec"),
+        (
+            not (fits and _aligned(c, c.x, c.gamma, c.residual)),
+            "expected K, N and the stride of x in multiples of 8 (rows of FP8 weights of 16), "
+            f"arrays on 16 bytes, got K {c.K}, N {c.N}, stride {c.stride}: use variant matvec",
+        ),
     )
 
 
@@ -181,25 +177,23 @@ def _aligned(c: Call, *others: CudaArray | None) -> bool:
 
 
 def _unfused(c: Call) -> tuple[Launch, ...]:
-    if _mma_problem(c):
-        file, geometry = matvec.FILE, _matvec_geometry(c, 0)
-    else:
+    if not _mma_refusal(c):
         file, geometry = mma.FILE, _mma_geometry(c, norm=False)
+    else:
+        file, geometry = matvec.FILE, _matvec_geometry(c, 0)
     norm = _norm(c)
     return (*norm.launches, _product(c, file, geometry, 0, norm.out), *_rope(c))
 
 
 def _wgmma(c: Call) -> tuple[Launch, ...]:
-    needs_wgmma(": use variant mma")
-    narrow = c.storage != "float32" and c.matrices[0].dtype not in FP8
+    accept(needs("has_wgmma", ": use variant mma"))
     types = "takes float16 and bfloat16, and weights of the same: use variant mma or matvec"
-    if not narrow:
-        raise UnsupportedCall(types)
-    if not _aligned(c) or c.N % MULTIPLE or c.K % MULTIPLE:
-        raise UnsupportedCall(
-            "expected K and N in multiples of 8, weights and out on 16 bytes, "
-            f"got K {c.K}, N {c.N}: use variant matvec"
-        )
+    refuse(c.storage == "float32" or c.matrices[0].dtype in FP8, types)
+    refuse(
+        not _aligned(c) or not in_multiples(c.N, c.K),
+        "expected K and N in multiples of 8, weights and out on 16 bytes, "
+        f"got K {c.K}, N {c.N}: use variant matvec",
+    )
     norm, head_dim = _norm(c), _fused_head_dim(c)
     matrices = tuple(w.data for w in c.matrices)
     rotation = _turn(c, head_dim)
@@ -215,7 +209,7 @@ def _preferred(c: Call) -> tuple[str, ...]:
     count = len(c.matrices)
     names = ("wgmma",) if c.rows * c.N * c.K * count >= WGMMA_FROM else ()
     many = count == 2 and c.residual is None and c.rows >= UNFUSED_FROM
-    return (*names, "unfused" if many and not _mma_problem(c) else "mma", "matvec")
+    return (*names, "unfused" if many and not _mma_refusal(c) else "mma", "matvec")
 
 
 def _checked(unchecked: UncheckedCall, **more: Any) -> Call:

@@ -18,11 +18,11 @@ from gpt2block.cuda.arrays import (
     CudaArray,
     alignment,
     contiguous,
-    device_attribute,
     element_strides,
+    multiprocessors,
     same_memory,
 )
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall
 from gpt2block.ops.operation import Operation, Workload, variant
@@ -78,11 +78,8 @@ def choose_geometry(
     y = min(ceil(H / together), block // x)
     z = min(T, max(1, block // (x * y)), _LAST_AXIS)
     defines = (
-        ("ROPE_D", D),
-        ("ROPE_HALF_SPLIT", int(half_split)),
-        ("ROPE_WIDTH", width),
-        ("ROPE_THREADS", x),
-        ("ROPE_HEADS", together),
+        *defines_of(ROPE_D=D, ROPE_HALF_SPLIT=int(half_split), ROPE_WIDTH=width, ROPE_THREADS=x),
+        *defines_of(ROPE_HEADS=together),
     )
     grid = (ceil(T / z), ceil(H / (y * together)), B)
     return Geometry("rope_pairs", grid, (x, y, z), defines=defines)
@@ -101,9 +98,8 @@ def _pairs(c: Call) -> Launch:
     item = c.x.itemsize
     distances = (c.D // 2 if c.half_split else c.D, *strides, *out_strides)
     aligned = alignment(c.x.data.ptr, c.out.data.ptr, *(item * distance for distance in distances))
-    sms = device_attribute("MultiProcessorCount")
     width, block = aligned // item, c.block if c.requested else None
-    geometry = choose_geometry(c.rows, c.T, c.H, c.D, c.half_split, width, sms, block)
+    geometry = choose_geometry(c.rows, c.T, c.H, c.D, c.half_split, width, multiprocessors(), block)
     pairs = (stride for pair in zip(strides, out_strides, strict=True) for stride in pair)
     args = (c.x, c.out, *pairs, c.start, *exponent_step(c.theta, c.D), c.T, c.H)
     return launch_at(FILE, geometry, args, c.storage)

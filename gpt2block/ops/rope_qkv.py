@@ -12,7 +12,7 @@ from math import ceil, gcd
 
 import numpy as np
 
-from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, device_attribute, same_memory
+from gpt2block.cuda.arrays import CudaArray, alignment, contiguous, multiprocessors, same_memory
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, float_define, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.attention import checked_heads
@@ -34,7 +34,7 @@ def _geometry(c: Call, kernel: str, B: int, T: int, heads: int, aligned: int) ->
     """Return a kernel's geometry. `aligned`: alignment in elements of the start of all arrays."""
     D = 2 * c.P
     width = gcd(aligned, D // 2 if c.half_split else D)
-    sms = device_attribute("MultiProcessorCount")
+    sms = multiprocessors()
     geometry = choose_geometry(B, T, heads, D, c.half_split, width, sms)._replace(kernel=kernel)
     return geometry.with_defines((*_factor_define(c), *growth_defines(c.growth)))
 

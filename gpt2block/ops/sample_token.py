@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpt2block.contract import Contract
 from gpt2block.cuda import cupy
-from gpt2block.cuda.arrays import AnyArray, Bound, CudaArray, contiguous, device_attribute
+from gpt2block.cuda.arrays import AnyArray, Bound, CudaArray, contiguous, multiprocessors
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, load
 from gpt2block.errors import InputError
@@ -145,7 +145,7 @@ def choose_geometry(
 def _geometry(rows: int) -> Geometry:
     """Return the launch geometry for the current device."""
     clusters = gpu().has_clusters
-    return choose_geometry(rows, device_attribute("MultiProcessorCount"), clusters)
+    return choose_geometry(rows, multiprocessors(), clusters)
 
 
 def request() -> None:

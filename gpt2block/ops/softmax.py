@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpt2block.cuda.arrays import CudaArray, contiguous, device_attribute, row_alignment
+from gpt2block.cuda.arrays import CudaArray, contiguous, multiprocessors, row_alignment
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, UncheckedCall
+from gpt2block.ops.call import Call, Refusal, UncheckedCall, accept
 from gpt2block.ops.engines.rows import (
     LONGEST_IN_REGISTERS,
     ROW_BLOCKS,
@@ -18,15 +18,7 @@ from gpt2block.ops.engines.rows import (
     power_of_two,
     share,
 )
-from gpt2block.ops.operation import (
-    Operation,
-    Sizes,
-    UnsupportedCall,
-    Variant,
-    Workload,
-    as_stated,
-    variant,
-)
+from gpt2block.ops.operation import Operation, Sizes, Variant, Workload, as_stated, variant
 from gpt2block.ops.warm import call
 
 FILE = "learn/softmax/ladder.cu"
@@ -59,15 +51,16 @@ _online_block = _ladder(
 )
 
 
+def _rows_refusal(T: int) -> Refusal | None:
+    most = f"at most {LONGEST_IN_REGISTERS:,}, which fit in registers: use another variant"
+    return Refusal.first((T > LONGEST_IN_REGISTERS, f"rows of {T:,} values: expected {most}"))
+
+
 @variant("rows", FILE, "softmax_forward_kernel4", blocks=ROW_BLOCKS)
 def _rows(c: Call) -> Launch:
     """Launch variant rows. A requested block size sets the threads per row."""
-    if c.T > LONGEST_IN_REGISTERS:
-        raise UnsupportedCall(
-            f"rows of {c.T:,} values: expected at most {LONGEST_IN_REGISTERS:,}, which fit in "
-            "registers: use another variant"
-        )
-    width, sms = _width(c), device_attribute("MultiProcessorCount")
+    accept(_rows_refusal(c.T))
+    width, sms = _width(c), multiprocessors()
     shape = share(c.rows, c.T, width, sms, c.block if c.requested else None)
     defines = _causal(
         c,
@@ -86,7 +79,7 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     if c.causal and c.leading[-1:] != (c.T,):
         raise InputError(f"scores: expected (..., T, T) with causal, got {c.scores.shape}")
     check_rows("scores", c.scores)
-    c.order = (_rows if c.T <= LONGEST_IN_REGISTERS else _online_block,)
+    c.order = (_rows if not _rows_refusal(c.T) else _online_block,)
     return c
 
 

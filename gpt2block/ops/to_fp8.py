@@ -15,8 +15,8 @@ from gpt2block.models.weights import conversions
 from gpt2block.models.weights.conversions import ABSMAX_FILE, ELEMENTS, FP8_FILE, LAYOUTS
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.ops import gguf
-from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, UnsupportedCall, Workload, variant
+from gpt2block.ops.call import Call, UncheckedCall, refuse
+from gpt2block.ops.operation import Operation, Workload, variant
 
 NORMS_FILE = "fp8/row_norms.cu"
 NORMS_BLOCK = 256
@@ -64,8 +64,7 @@ def _absmax(c: Call) -> Launch:
 def _row_norms(c: Call) -> Any:
     if isinstance(c.w, GgufMatrix):
         return gguf.row_norms.launch(c)
-    if c.K % NORMS_WIDTH:
-        raise UnsupportedCall(f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
+    refuse(c.K % NORMS_WIDTH, f"w: expected K in multiples of {NORMS_WIDTH}, got {c.K}")
     args = (c.w.data, c.gamma, c.output("squares"), c.K)
     return launch_at(
         NORMS_FILE, Geometry("row_norms", (c.N,), (NORMS_BLOCK,)), args, weights=c.w.dtype

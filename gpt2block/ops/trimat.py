@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from gpt2block.cuda.arrays import CudaArray, device_attribute, on_16_bytes
+from gpt2block.cuda.arrays import CudaArray, on_16_bytes
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call, UncheckedCall
-from gpt2block.ops.operation import Operation, Sizes, UnsupportedCall, Workload, as_stated, variant
-from gpt2block.ops.products import RESERVED, needs_mma
+from gpt2block.ops.call import Call, UncheckedCall, accept, needs, refuse
+from gpt2block.ops.operation import Operation, Sizes, Workload, as_stated, variant
+from gpt2block.ops.products import RESERVED, limits
 from gpt2block.ops.warm import call
 
 FILE = "learn/trimat/ladder.cu"
@@ -102,19 +102,13 @@ _fill = as_stated(
 
 @variant("tri6", MMA, "matmul_tri6", block=MMA_THREADS, source="gpt2block")
 def _tri6(c: Call) -> Launch:
-    if c.HS > MMA_LARGEST_HEAD:
-        raise UnsupportedCall(
-            f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
-        )
-    needs_mma(": use variant tri5")
-    sms = device_attribute("MultiProcessorCount")
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, sms=sms, max_shared=max_shared)
-    if geometry.shared > max_shared:
-        raise UnsupportedCall(
-            f"heads of {c.HS} channels take {geometry.shared:,} bytes of shared memory, this GPU "
-            f"has {max_shared:,}: use variant tri5"
-        )
+    largest = f"takes heads of up to {MMA_LARGEST_HEAD} channels, got {c.HS}: use variant tri5"
+    refuse(c.HS > MMA_LARGEST_HEAD, largest)
+    accept(needs("has_mma", ": use variant tri5"))
+    geometry, more = mma_geometry(c.B, c.T, c.NH, c.HS, **limits())
+    shared, most = geometry.shared, limits()["max_shared"]
+    too_large = f"heads of {c.HS} channels take {shared:,} bytes of shared memory, this GPU "
+    refuse(shared > most, f"{too_large}has {most:,}: use variant tri5")
     return launch_at(MMA, geometry, (*_args(c), *more))
 
 

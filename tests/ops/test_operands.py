@@ -5,6 +5,7 @@ Operands that a step stores, and products computed from them, have the same bits
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from functools import partial
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from launch_recorder import recording
+from launch_recorder import DEVICES, recording
 from numpy.typing import NDArray
 
 from gpt2block import GPT2, GPT2Weights, InputError
 from gpt2block.bulk import Predictor
 from gpt2block.bulk.predictor import Arguments
+from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy, replaced
 from gpt2block.cuda.formats import GGUF, FormatOptions
 from gpt2block.cuda.kernels import HI_LO
@@ -47,6 +49,19 @@ BOUND = 6.0  # largest magnitude of hi/lo values
 SCALE = scale_for(BOUND)
 WEIGHTS = GPT2Weights.random(0, GPT2Config(1, 1, 64, 8, 40))
 PRODUCTS = "linear", "linear_qkv", "gated_sums", "linear_sums", "rope_sums"
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+def test_kernels_take_the_operands_that_are_predicted(capability: str) -> None:
+    sizes = itertools.product((1, 17, 65, 300), (8, 24, 64, 1000, 1024), (64, 20_000))
+    with recording(capability):
+        for (M, K, N), dtype in itertools.product(sizes, ("float16", "bfloat16", "float8_e5m2")):
+            data = cupy.empty((N, K), "uint8" if dtype == "float8_e5m2" else FLOATS[dtype])
+            inputs = cupy.empty((M, K), "float32"), WeightMatrix(data, dtype, None, "NK")
+            for operand in operands_of(dtype, M, {"w": (K, N)}).get("w", ()):
+                (launch,) = LINEAR.bind(inputs, decoding=True, operand=operand).launches
+                wanted = "decode_wgmma" if operand.width else "decode_mma"
+                assert launch.name.startswith(wanted), (M, K, N, operand)
 
 
 def made_of(kind: str, width: int = 0, rounded: bool = False) -> Operand:

@@ -64,41 +64,62 @@ def normalized(
     that the template would ignore.
     """
     checked(messages)
-    read = {"role", "content", "tool_call_id", *names.fields}
-    written = write_calls is not None and "tool_calls" not in read
+    written = write_calls is not None and "tool_calls" not in names.fields
+    read = {"role", "content", "tool_call_id", *names.fields, *["tool_calls"] * written}
     converted, calls = [], list[Any]()  # calls: ids of tool calls that still lack a result
     for index, message in enumerate(messages):
         fields = {name: value for name, value in message.items() if not _absent(name, value)}
         fields["content"] = _text(message, index)
-        role = fields["role"]
-        if not (names.any_role or role in names.fields or role in USUAL_ROLES):
-            if not (written and role == "tool"):
-                _refuse(f"the chat template reads no messages with the role {shown(role)}", index)
-            fields["role"] = "user"
-        unread = [n for n in fields if n not in read and not (written and n == "tool_calls")]
-        if unread:
+        fields["role"] = _role_read(fields["role"], names, written, index)
+        if unread := [name for name in fields if name not in read]:
             _refuse(f"the chat template reads no field {shown(unread[0])}: leave it out", index)
         if "tool_calls" in fields:
             items = fields["tool_calls"]
-            if not isinstance(items, list) or not all(isinstance(call, Mapping) for call in items):
-                _refuse(f"tool_calls: expected a list of objects, got {shown(items)}", index)
-            calls = [call.get("id") for call in items]
-            ids = Counter(str(id) for id in calls if id is not None)
-            if twice := [id for id, count in ids.items() if count > 1]:
-                _refuse(f"tool_calls: expected each id once, got {shown(twice[0])} again", index)
+            calls = _ids_of_calls(items, index)
             if write_calls is not None and written:
                 fields["content"] = write_calls(fields["content"], fields.pop("tool_calls"))
             elif arguments_as_objects:
                 fields["tool_calls"] = [*map(_with_object, items)]
-        if "tool_call_id" in fields and "tool_call_id" not in names.fields:
-            # A template that does not read tool_call_id assigns results to calls by their order.
-            if (id := fields.pop("tool_call_id")) not in calls[:1]:
-                _refuse(f"expected the results in the order of the calls, got {shown(id)}", index)
-            del calls[0]
+        if "tool_call_id" not in names.fields:
+            _drop_result(fields, calls, index)
         if arguments_as_objects and isinstance(fields.get("function_call"), Mapping):
             fields["function_call"] = _with_object(fields["function_call"])
         converted.append(fields)
     return converted
+
+
+def _role_read(role: str, names: TemplateNames, written: bool, index: int) -> str:
+    """Return the role that the template reads in place of a role. Raises InputError for none.
+
+    written: whether calls of tools are written into contents, so that results are the user's.
+    """
+    if names.any_role or role in names.fields or role in USUAL_ROLES:
+        return role
+    if not (written and role == "tool"):
+        _refuse(f"the chat template reads no messages with the role {shown(role)}", index)
+    return "user"
+
+
+def _ids_of_calls(items: object, index: int) -> list[Any]:
+    """Return the id of each of a message's tool calls, or None. Raises InputError."""
+    if not isinstance(items, list) or not all(isinstance(call, Mapping) for call in items):
+        _refuse(f"tool_calls: expected a list of objects, got {shown(items)}", index)
+    ids = [call.get("id") for call in items]
+    counts = Counter(str(id) for id in ids if id is not None)
+    if twice := [id for id, count in counts.items() if count > 1]:
+        _refuse(f"tool_calls: expected each id once, got {shown(twice[0])} again", index)
+    return ids
+
+
+def _drop_result(fields: dict[str, Any], calls: list[Any], index: int) -> None:
+    """Remove the id of a result from its fields, and from calls. Raises InputError if not first.
+
+    A template that does not read tool_call_id assigns results to calls by their order.
+    """
+    if "tool_call_id" in fields:
+        if (id := fields.pop("tool_call_id")) not in calls[:1]:
+            _refuse(f"expected the results in the order of the calls, got {shown(id)}", index)
+        del calls[0]
 
 
 def _refuse(problem: str, index: int) -> NoReturn:

@@ -19,9 +19,11 @@ from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shape
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import fuses_norms
-from gpt2block.ops.gated_sums import Fusions, fusions, splits_of
+from gpt2block.ops.call import Refusal
+from gpt2block.ops.gated_sums import Fusions, fusions, splits_of, types_of
 from gpt2block.ops.linear import MORE_ROWS, can_round, normalizes, operands_of, wgmma_takes
 from gpt2block.ops.operands import CHUNK, ROUNDED, Operand
+from gpt2block.ops.products import same_types
 
 MANY_ROWS = 512  # rows of which all products that can read operands do
 
@@ -157,23 +159,19 @@ class DecodingChoice:
             splits = splits_of(self.formats.dtype, rows, shapes, types, head_size)
             if splits:
                 return plan._replace(fuses=ALL_FUSED, splits=splits, terms=terms)
-        norms, in_blocks = rows <= MORE_ROWS, operands is not None and self._in_blocks
-        if in_blocks:
+        norms, fuses = rows <= MORE_ROWS, Fusions() if operands is None else self._fusions(rows)
+        if operands is not None and self._in_blocks:
             norms = normalizes(rows, self.config.n_embd) and not operands
-        fuses = self._fusions(rows) if operands is not None else Fusions()
-        if in_blocks:
             fuses = Fusions(norms=True, rope=True, gate=True)
         if operands is not None and together == 1 and not self.divided and not self.settings.values:
             of_head = shapes.get("gamma_q", (head_size,)) == (head_size,)
             attention = self.settings.qk_norm and of_head and fuses_norms(head_size)
             fuses = fuses._replace(attention=attention)
         summed = {name for name in operands or () if self._reads_sums(name)}
-        if any(begin % CHUNK for w in self._of_blocks("w_gate") for begin in w.begins):
+        if not all(w.begins_at(CHUNK) for w in self._of_blocks("w_gate")):
             summed.discard("w_down")  # different warps compute the types of a chunk
-        known = operands or {}
-        return plan._replace(
-            norms=norms, known=known, bounds=self.bounds, fuses=fuses, summed=summed, terms=terms
-        )
+        plan = plan._replace(norms=norms, known=operands or {}, bounds=self.bounds, terms=terms)
+        return plan._replace(fuses=fuses, summed=summed)
 
     @cached_property
     def _matrix_shapes(self) -> dict[str, tuple[int, int]]:
@@ -196,18 +194,16 @@ class DecodingChoice:
     @cached_property
     def _in_blocks(self) -> bool:
         """Whether products with GGUF matrices can fuse the gate and the RoPE of whole heads."""
-        layers = [f"h.{n}." for n in range(self.config.n_layer)]
-        if f"{layers[0]}w_gate" not in self.matrices:
-            return False
-        for h in layers:
-            names = ("w_gate", "w_up", *("w_qkv",) * (f"{h}w_qkv" in self.matrices))
-            matrices = [self.matrices[f"{h}{name}"] for name in names]
-            blocks = [w for w in matrices if isinstance(w, GgufMatrix)]
-            if len(blocks) < len(matrices) or blocks[0].ranges != blocks[1].ranges:
+
+        def fuses(h: str) -> bool:
+            names = "w_gate", "w_up", "w_qkv"
+            gate, up, qkv = (self.matrices.get(f"{h}{name}") for name in names)
+            if not (isinstance(gate, GgufMatrix) and isinstance(up, GgufMatrix)):
                 return False
-            if any(begin % self.config.head_size for w in blocks[2:] for begin in w.begins):
-                return False
-        return True
+            blocks = isinstance(qkv, GgufMatrix) and qkv.begins_at(self.config.head_size)
+            return not same_types((gate, up)) and (qkv is None or blocks)
+
+        return all(fuses(f"h.{n}.") for n in range(self.config.n_layer))
 
     @cached_property
     def _types_of_ffn(self) -> set[tuple[str, str]]:
@@ -220,13 +216,13 @@ class DecodingChoice:
         types: set[tuple[str, str]] = set()
         others = any(self.config.conv_layers) or "w_g" in self.config.block_shapes()
         others |= any(w.input_order is not None for w in self.matrices.values())
-        alike = self._in_blocks and not others
-        for n in range(self.config.n_layer) if alike else ():
-            matrices = [self.matrices[f"h.{n}.{name}"] for name in ("w_gate", "w_down", "w_o")]
-            ranges = [w.ranges for w in matrices if isinstance(w, GgufMatrix)]
-            if len(ranges) < len(matrices) or any(len(each) > 1 for each in ranges[:2]):
+        for n in range(self.config.n_layer) if self._in_blocks and not others else ():
+            names = (f"h.{n}.{name}" for name in ("w_gate", "w_up", "w_down", "w_o"))
+            *matrices, o = (self.matrices[name] for name in names)
+            pair = types_of(*matrices)
+            if isinstance(pair, Refusal) or not isinstance(o, GgufMatrix):
                 return set()
-            types.add((ranges[0][0][0], ranges[1][0][0]))
+            types.add(pair)
         return types
 
     def _in_order(self, name: str) -> bool:

@@ -19,7 +19,6 @@ import numpy as np
 
 from gpt2block.cuda import cupy, doctor
 from gpt2block.cuda.arrays import ArrayArg, CudaArray, mapped, to_host
-from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import Formats
 from gpt2block.engine.adapters import Adapters
 from gpt2block.engine.cuda.caches import (
@@ -65,7 +64,7 @@ from gpt2block.errors import Argument, InputError
 from gpt2block.models.architectures import architecture_of
 from gpt2block.models.config import DRAFTING, HALVES, ModelConfig, model_shapes
 from gpt2block.models.weights.matrix import on_host
-from gpt2block.ops.attention import tensor_cores_take
+from gpt2block.ops.attention import appends_to_cache
 from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.delta import check_heads
 from gpt2block.ops.linear import workspace_floats
@@ -449,12 +448,12 @@ class CudaModel(CudaWeights):
     def prefill_shape(
         self, batch: int, cached: bool, rows: int, longest: int, continued: bool, ends: int | None
     ) -> Prefill:
-        appends = gpu().has_wgmma and tensor_cores_take("wgmma", self.config.head_size)
+        appends = self.formats.fp8_cache is None and appends_to_cache(self.config.head_size)
         return Prefill(
             self.products, rows, batch, longest, cached=cached, ends=ends,
             continued=(continued or self.config.FROM_CACHE) and self.on_tensor_cores,
             fp8_cache=self.formats.fp8_cache, gated=self.products == "16_bits",
-            appends=appends and self.formats.fp8_cache is None,
+            appends=appends,
         )  # fmt: skip
 
     def given(self) -> dict[str, ArrayArg]:

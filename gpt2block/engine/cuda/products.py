@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from gpt2block.checks import FLOATS
 from gpt2block.cuda import cupy
 from gpt2block.cuda.arrays import CudaArray
-from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import FILE, FP8, GGUF, Formats, own_cache_dtype
 from gpt2block.cuda.kernels import IN_BYTES
 from gpt2block.engine.model import FLOAT16
@@ -25,7 +24,8 @@ from gpt2block.models.weights.hi_lo import LARGEST_BOUND, HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, on_host
 from gpt2block.ops import registry
 from gpt2block.ops.attention import SIXTEEN_BITS, hi_lo_fits
-from gpt2block.ops.products import MULTIPLE
+from gpt2block.ops.call import needs
+from gpt2block.ops.products import in_multiples
 from gpt2block.ops.sample_token import request as request_sampler
 from gpt2block.ops.to_fp8 import ROW_NORMS
 
@@ -54,7 +54,7 @@ def request_kernels(config: ModelConfig, formats: Formats) -> None:
 
 def possible_products(config: ModelConfig, dtype: str) -> Products:
     """Return the kind of prefill products for a dtype: on tensor cores if GPU and sizes permit."""
-    if not gpu().has_mma or not has_sizes_of_tensor_cores(config):
+    if needs("has_mma") or not has_sizes_of_tensor_cores(config):
         return "float32"
     if dtype in SIXTEEN_BITS:
         return "16_bits"
@@ -66,9 +66,8 @@ def possible_products(config: ModelConfig, dtype: str) -> Products:
 
 def has_sizes_of_tensor_cores(config: ModelConfig) -> bool:
     """Return whether tensor cores can compute products and attention of the model's sizes."""
-    sizes = {n for shape in product_shapes(config).values() for n in shape}
     known = config.head_size in config.TENSOR_HEADS
-    return known and not any(n % MULTIPLE for n in sizes)
+    return known and all(in_multiples(*shape) for shape in product_shapes(config).values())
 
 
 def hi_lo_bytes(config: ModelConfig, formats: Formats) -> int:

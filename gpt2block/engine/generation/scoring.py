@@ -191,56 +191,56 @@ def score(
     1…n_ctx - 1, and for logits that are NaN.
     """
     n_ctx, vocab_size = engine.config.n_ctx, engine.config.vocab_size
-    if n_ctx < 2:
-        raise InputError("score: a model with n_ctx 1 predicts no token from another")
-    stride = check_count("stride", n_ctx // 2 if stride is None else stride)
+    stride = _checked_stride(stride, n_ctx)
     tokens_at_once = check_count("tokens_at_once", tokens_at_once)
     check_flag("likeliest", likeliest)
     if progress is not None:
         check_callable("progress", progress)
-    if stride >= n_ctx:
-        raise InputError(f"stride: expected 1 to {n_ctx - 1}, less than n_ctx, got {stride}")
     single, several = tokenizer.as_list(text, "text") if is_list(text) else (True, [text])
-    texts = []
-    for index, each in enumerate(several):
-        name = "text" if single else f"text {index}"
-        reader = of_inputs(encoding, each) if isinstance(each, str) else None
-        ids = _tokens(reader, each, vocab_size, name)
-        if len(ids) < 2:
-            raise InputError(f"{name}: expected at least two tokens to score one, got {len(ids)}")
-        texts.append(ids)
+    names = ["text"] if single else [f"text {index}" for index in range(len(several))]
+    texts = [_scorable(encoding, *each, vocab_size) for each in zip(names, several, strict=True)]
     logprobs = [np.empty(len(ids) - 1, np.float32) for ids in texts]
-    best = [np.empty(len(ids) - 1, np.int32) for ids in texts if likeliest]
+    best: list[Any] = [np.empty(len(ids) - 1, np.int32) if likeliest else None for ids in texts]
     total, done = sum(map(len, logprobs)), 0
     every = windows_of(texts, n_ctx, stride)
     for windows in in_groups(every, tokens_at_once, lambda window: len(window.tokens)):
-        rows = [window.tokens for window in windows]
-        computed: Sequence[tuple[Floats, Ids | None]] = (
-            engine.likeliest(rows)
-            if likeliest
-            else [(nats, None) for nats in engine.log_likelihood(rows)]
-        )
-        for window, (nats, tops) in zip(windows, computed, strict=True):
-            part = nats[-window.scored :]
-            if np.isnan(part).any():
-                name = "" if single else f"text {window.text}: "
-                tokens_between = f"between tokens {window.first + 1} and {window.end}"
-                raise InputError(f"{name}the logits are NaN {tokens_between}: ", *BAD_WEIGHTS)
-            logprobs[window.text][window.first : window.end] = part
+        for window, nats, tops in _scored(engine, windows, names, likeliest):
+            logprobs[window.text][window.first : window.end] = nats
             if tops is not None:
-                best[window.text][window.first : window.end] = tops[-window.scored :]
+                best[window.text][window.first : window.end] = tops
             done += window.scored
         if progress is not None:
             progress(done, total)
     scores = []
-    for index, (ids, nats) in enumerate(zip(texts, logprobs, strict=True)):
-        found = best[index] if likeliest else None
+    for ids, nats, found in zip(texts, logprobs, best, strict=True):
         tokens = ScoredTokens(ids[1:], nats, encoding, int(ids[0]), found)
         text_bytes = partial(_count_bytes, encoding, ids, vocab_size)
         nats_sum = float(np.sum(nats, dtype=np.float64))
         result = Score(nats_sum, len(nats), None, n_ctx, stride, tokens)
         scores.append(result.later(bytes=text_bytes))
     return scores[0] if single else scores
+
+
+def _scored(
+    engine: ModelEngine, windows: Sequence[Window], names: Sequence[str], likeliest: bool
+) -> Iterator[tuple[Window, Floats, Ids | None]]:
+    """Yield each window, log-likelihoods of its scored tokens, and the likeliest tokens or None.
+
+    names: of the texts. Raises InputError for logits that are NaN.
+    """
+    rows = [window.tokens for window in windows]
+    computed: Sequence[tuple[Floats, Ids | None]] = (
+        engine.likeliest(rows)
+        if likeliest
+        else [(nats, None) for nats in engine.log_likelihood(rows)]
+    )
+    for window, (nats, tops) in zip(windows, computed, strict=True):
+        part = slice(-window.scored, None)
+        if np.isnan(nats[part]).any():
+            name = "" if names == ["text"] else f"{names[window.text]}: "
+            tokens_between = f"between tokens {window.first + 1} and {window.end}"
+            raise InputError(f"{name}the logits are NaN {tokens_between}: ", *BAD_WEIGHTS)
+        yield window, nats[part], None if tops is None else tops[part]
 
 
 def embed(
@@ -383,6 +383,25 @@ def is_list(text: object) -> bool:
     return isinstance(text, (list, tuple)) and any(
         isinstance(entry, str) or np.ndim(entry) for entry in text
     )
+
+
+def _checked_stride(stride: int | None, n_ctx: int) -> int:
+    """Return the stride of the windows of `score`. Raises InputError."""
+    if n_ctx < 2:
+        raise InputError("score: a model with n_ctx 1 predicts no token from another")
+    stride = check_count("stride", n_ctx // 2 if stride is None else stride)
+    if stride >= n_ctx:
+        raise InputError(f"stride: expected 1 to {n_ctx - 1}, less than n_ctx, got {stride}")
+    return stride
+
+
+def _scorable(encoding: Tokenizer, name: str, text: object, vocab_size: int) -> Tokens:
+    """Return the token ids of a text with at least two tokens. Raises InputError."""
+    reader = of_inputs(encoding, text) if isinstance(text, str) else None
+    ids = _tokens(reader, text, vocab_size, name)
+    if len(ids) < 2:
+        raise InputError(f"{name}: expected at least two tokens to score one, got {len(ids)}")
+    return ids
 
 
 def _tokens(encoding: Encoding | None, text: object, vocab_size: int, name: str) -> Tokens:

@@ -29,7 +29,7 @@ from gpt2block.engine.passes.rewriting import (
 from gpt2block.models.weights.gguf import UNIT
 from gpt2block.models.weights.hi_lo import scale_for
 from gpt2block.ops.gated_sums import Fusions
-from gpt2block.ops.operands import CHUNK, Operand
+from gpt2block.ops.operands import CHUNK, Operand, head_multiple, ordered
 
 LOW_RANK = "add_low_rank"  # adds an adapter's term to the result of a product
 ADAPTED = "an adapter's term is added to the product"
@@ -89,7 +89,7 @@ class DecodingPlan(NamedTuple):
         if normed and not (self.fuses.heads and operand is None):
             return False
         possible = ordered(operand) or (self.fuses.rope and operand is None)
-        return possible and self.head_size % (64 if ordered(operand) else 16) == 0
+        return possible and self.head_size % head_multiple(operand) == 0
 
 
 def power_from(bound: float) -> float:
@@ -117,11 +117,6 @@ class Linear(NamedTuple):
 
 def product(step: Step) -> Linear:
     return Linear(*step.inputs)
-
-
-def ordered(operand: Operand | None) -> bool:
-    """Return whether an operand has the order of terms that wgmma and mma with blocks read."""
-    return operand is not None and operand.width > 0
 
 
 def products_of(steps: Steps, name: str, others: Sequence[Step] = ()) -> list[Step]:

@@ -160,6 +160,10 @@ class GgufMatrix(WeightMatrix):
         """Index of the first output of each range (consecutive outputs of one block type)."""
         return (0, *accumulate(n for _, n in self.ranges[:-1]))
 
+    def begins_at(self, multiple: int) -> bool:
+        """Return whether each range begins at a multiple of this number of outputs."""
+        return not any(begin % multiple for begin in self.begins)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Shape (K, N) of the decoded weights."""

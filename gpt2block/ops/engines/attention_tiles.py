@@ -11,9 +11,9 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry, float_define
+from gpt2block.cuda.kernels import Defines, Geometry, defines_of, float_define
 from gpt2block.errors import InputError
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, Refusal, needs
 from gpt2block.ops.products import room
 
 MAX_BLOCKS = 2**31 - 1, 65535  # maximum blocks of a grid: along x; along y or z
@@ -24,6 +24,7 @@ ONE_BLOCK = 64 << 10  # bytes of shared memory per block that are all of a multi
 ONE_TILE = 256  # channels per head above which K and V share memory
 TENSOR_HEADS = (64, 128)  # channels per head that all tensor-core kernels support
 MMA_HEADS = (*TENSOR_HEADS, 256)  # channels per head that variant mma supports in 16 bits
+HEADS_WITH_NORMS = 64, 128, 256  # channels per head that attention_append takes
 WGMMA_TILE = 128  # queries per tile, and keys per tile, of variant wgmma
 # Threads of wgmma's kernels: two consumer warpgroups, 1 warp that copies, 3 warps that write the
 # kv_cache
@@ -50,6 +51,29 @@ def with_scores(geometry: Geometry, c: Call) -> Geometry:
     """Return `geometry` with compile-time constants for the call's softmax scale and window."""
     window: Defines = () if c.window is None else (("ATT_WINDOW", c.window),)
     return geometry.with_defines((*float_define("ATT_SCALE", c.softmax_scale), *window))
+
+
+def mma_refusal(head_size: int, instead: str, hi_lo: bool = False) -> Refusal | None:
+    """Return a refusal unless variant mma supports these heads, of a HiLoMatrix with `hi_lo`."""
+    heads = TENSOR_HEADS if hi_lo else MMA_HEADS
+    takes = f"head size {head_size}: tensor cores take {', '.join(map(str, heads))}{instead}"
+    return Refusal.first((head_size not in heads, takes))
+
+
+def wgmma_refusal(head_size: int) -> Refusal | None:
+    """Return a refusal unless variant wgmma supports these heads, on this GPU."""
+    takes = f"takes {' and '.join(map(str, TENSOR_HEADS))}: use variant mma"
+    return Refusal.first(
+        needs("has_wgmma", ": use variant mma"),
+        (head_size not in TENSOR_HEADS, f"head size {head_size}: {takes}"),
+    )
+
+
+def append_refusal(head_size: int) -> Refusal | None:
+    """Return a refusal unless attention_append supports these heads."""
+    takes = ", ".join(map(str, HEADS_WITH_NORMS))
+    why = f"head size {head_size}: takes {takes}: use qk_norm_append"
+    return Refusal.first((head_size not in HEADS_WITH_NORMS, why))
 
 
 def heads_defines(NH: int, NKV: int, HS: int) -> Defines:
@@ -218,10 +242,8 @@ def mma_geometry(
     stages = 3 if room(max_shared, tile.blocks) >= 3 * stage + queries else 2
     defines = (
         *of.defines,
-        ("ATT_WARPS", tile.warps),
-        ("ATT_FRAGS", tile.frags),
-        ("ATT_STAGES", stages),
-        ("ATT_BLOCKS", tile.blocks if max_shared > ONE_BLOCK else 1),
+        *defines_of(ATT_WARPS=tile.warps, ATT_FRAGS=tile.frags, ATT_STAGES=stages),
+        *defines_of(ATT_BLOCKS=tile.blocks if max_shared > ONE_BLOCK else 1),
         *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries
@@ -244,10 +266,8 @@ def hi_lo_geometry(of: AttentionSizes, one_scale: bool, *, max_shared: int) -> t
     stages = 3 if room(max_shared, blocks) >= 3 * stage + queries else 2
     defines = (
         *of.defines,
-        ("ATT_ONE_SCALE", int(one_scale)),
-        ("ATT_WARPS", warps),
-        ("ATT_STAGES", stages),
-        ("ATT_BLOCKS", blocks),
+        *defines_of(ATT_ONE_SCALE=int(one_scale), ATT_WARPS=warps, ATT_STAGES=stages),
+        *defines_of(ATT_BLOCKS=blocks),
         *keys_define(of.HS, keys),
     )
     shared = stages * stage + queries

@@ -13,8 +13,7 @@ from gpt2block.cuda.arrays import check
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, cache_dtype, float_define, launch_at
 from gpt2block.errors import InputError
 from gpt2block.models.weights.matrix import WeightMatrix
-from gpt2block.ops.call import Call, Parts
-from gpt2block.ops.operation import UnsupportedCall
+from gpt2block.ops.call import Call, Parts, refuse
 from gpt2block.ops.products import storage_of
 
 
@@ -63,8 +62,7 @@ def add(c: Call) -> Epilogue:
     args = {"out": c.output("out"), "gelu": int(c.gelu)}
     if c.to_peers is None:
         return Epilogue("ADD", {**args, "residual": c.residual})
-    if c.residual is not None or c.to_operand:
-        raise UnsupportedCall("sends floats, without residual")
+    refuse(c.residual is not None or c.to_operand, "sends floats, without residual")
     return Epilogue("PEERS", {**args, **c.to_peers.args}, defines=c.to_peers.defines)
 
 
@@ -82,7 +80,7 @@ def append(c: Call) -> Epilogue:
 
 def append_rope(c: Call) -> Epilogue:
     """Return the epilogue of `linear_rope`, which rotates q and k, and appends k and v."""
-    D = 2 * c.P
+    D: int = c.head
     heads = {"n_head": c.n_head, "n_kv_head": c.C // D, "n_ctx": c.k.shape[1]}
     args = {**_cache(c), **heads, "out": c.output("out"), "rotations": c.by}
     T, grows = cache_dtype(c.w.dtype), growth_defines(c.growth)
@@ -90,13 +88,14 @@ def append_rope(c: Call) -> Epilogue:
 
 
 def check_rope_heads(c: Call) -> None:
-    """Raise InputError unless w has the outputs of whole heads, and the kv_cache the usual dtype.
+    """Set the channels per head, 2P, as c.head, after a check of the outputs of w and of the cache.
 
-    A kv_cache of FP8 has any weights. The heads have 2P channels.
+    Raises InputError unless w has the outputs of whole heads, and the kv_cache the usual dtype. A
+    kv_cache of FP8 has any weights.
     """
     if c.fp8_cache is None:
         check("k", c.k, dtype=cache_dtype(c.w.dtype))
-    D = 2 * c.P
+    c.head = D = 2 * c.P
     N = c.n_head * D + 2 * c.C
     if c.C % D or c.N != N:
         raise InputError(

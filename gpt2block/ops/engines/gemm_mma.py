@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.cuda.kernels import Defines, Geometry, defines_of, nonzero_defines
 from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/mma.cu"
@@ -121,16 +121,11 @@ def geometry(
     tile = min(fitting, key=lambda each: _clocks(each, M, columns, K, sms, parts))
     warps_m, warps_n = tile.warps
     defines = (
-        ("GEMM_M", tile.rows),
-        ("GEMM_N", tile.columns),
-        ("GEMM_WARPS_M", warps_m),
-        ("GEMM_WARPS_N", warps_n),
-        ("GEMM_SLICE", tile.slice),
-        ("GEMM_STAGES", tile.stages),
-        ("GEMM_EARLY", tile.early * early),
-        ("GEMM_BLOCKS", tile.blocks),
+        *defines_of(GEMM_M=tile.rows, GEMM_N=tile.columns, GEMM_WARPS_M=warps_m),
+        *defines_of(GEMM_WARPS_N=warps_n, GEMM_SLICE=tile.slice, GEMM_STAGES=tile.stages),
+        *defines_of(GEMM_EARLY=tile.early * early, GEMM_BLOCKS=tile.blocks),
         *epilogue(hi_lo, gelu, residual, other_out, scaled),
-        *((("GEMM_GATED", 1),) if gated else ()),
+        *nonzero_defines(GEMM_GATED=gated),
     )
     grid = min(count_tiles(tile, M, columns), sms * tile.blocks)
     shared = tile.stages * parts * _slice(tile)
@@ -155,7 +150,7 @@ def epilogue(hi_lo: bool, gelu: bool, residual: bool, other_out: bool, scaled: b
         ("GEMM_GELU", int(gelu)),
         ("GEMM_RESIDUAL", int(residual)),
         ("GEMM_SPLIT_OUT" if hi_lo else "GEMM_FLOAT_OUT", int(other_out)),
-        *((("GEMM_SCALED", 1),) if scaled else ()),
+        *nonzero_defines(GEMM_SCALED=scaled),
     )
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Defines, Geometry
+from gpt2block.cuda.kernels import Defines, Geometry, defines_of, nonzero_defines
 from gpt2block.models.weights.gguf import ROW_GROUP
 from gpt2block.ops.engines.gemm_mma import epilogue
 
@@ -190,15 +190,10 @@ def grid_geometry(
     """
     rows, columns = tile.warpgroup
     defines = (
-        ("GEMM_M", tile.rows),
-        ("GEMM_N", tile.columns),
-        ("GEMM_GROUP_M", rows),
-        ("GEMM_GROUP_N", columns),
-        ("GEMM_STAGES", tile.stages),
-        ("GEMM_SPLITS", tile.split_k),
-        ("GEMM_SHARES", tile.shares),
-        ("GEMM_CHUNK", tile.chunk),
-        *((("GEMM_STREAM", 1),) if tile.stream else ()),
+        *defines_of(GEMM_M=tile.rows, GEMM_N=tile.columns, GEMM_GROUP_M=rows, GEMM_GROUP_N=columns),
+        *defines_of(GEMM_STAGES=tile.stages, GEMM_SPLITS=tile.split_k, GEMM_SHARES=tile.shares),
+        *defines_of(GEMM_CHUNK=tile.chunk),
+        *nonzero_defines(GEMM_STREAM=tile.stream),
         *ends,
     )
     # A cluster processes several tiles, one after the other, or only one tile if K is split.

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import CudaArray, device_attribute
+from gpt2block.cuda.arrays import max_shared
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch
+from gpt2block.cuda.kernels import Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
-from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, TERMS, UNIT, splits
+from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, RMSNORM, STATIC, TERMS, UNIT, splits
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
-from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import gate_define, needs_mma, room, shared_for_blocks
+from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
@@ -50,7 +49,6 @@ MAX_FLIGHT = 6  # maximum slots if only one block fits on a multiprocessor
 # Registers per lane that hold x: HELD for JOINT_ROWS rows of a unit, at most MAX_HELD for a split.
 HELD, MAX_HELD, MAX_TILES = 16, 176, 2  # MAX_TILES: maximum rows, in multiples of JOINT_ROWS
 STAGED_BYTES = 2 * (2 * UNIT + 64) + 4 * 16  # bytes of shared memory for a row's term, if staged
-STATIC = 1024  # maximum bytes of static shared memory per block
 BLOCKS = 2  # maximum blocks per multiprocessor; no block of the next kernel fits next to them
 EXCHANGE = 200  # time to exchange sums in a cluster, in the unit of `duration`
 OF_EIGHT = 7  # clusters that run, of every 8 that would fit, if a cluster has more than 4 blocks
@@ -60,7 +58,7 @@ class SharedMemory(NamedTuple):
     """Sizes that determine the bytes of shared memory per block of mma_gguf.cu.
 
     slot: maximum bytes of a slot in a warp's ring (`slot_bytes`) over all GGUF types. norm: norm of
-    x, as `norm_of` returns it. terms: 16-bit terms per value of x. staged: whether blocks that are
+    x, as in `Matmul`. terms: 16-bit terms per value of x. staged: whether blocks that are
     not `together` hold a unit of x at a time. copied: whether this unit is copied from an operand.
     """
 
@@ -110,6 +108,108 @@ class WorkSplit(NamedTuple):
         return COLUMNS * (1 if self.together else self.warps)
 
 
+class BlocksProduct(NamedTuple):
+    """The sizes of a product with GGUF blocks, and the limits of the GPU.
+
+    ends: ends of the ranges of outputs, of both matrices. memory: sizes of shared memory. holds:
+    whether registers may hold x. multiple: divides the columns of a block, if x is an operand.
+    """
+
+    M: int
+    ends: tuple[int, ...]
+    memory: SharedMemory
+    holds: bool
+    multiple: int
+    sms: int
+    max_shared: int
+
+    def fitting(self, cuts: Iterable[WorkSplit]) -> list[WorkSplit]:
+        """Return the divisions that fit in shared memory."""
+        return [cut for cut in cuts if self.memory.of(cut) <= self.max_shared]
+
+    def bounded(self, columns: int) -> bool:
+        """Return whether groups of so many columns have one GGUF type each."""
+        return not any(begin % columns for begin in self.ends[:-1])
+
+    def groups(self, cut: WorkSplit) -> int:
+        """Return the number of groups of columns."""
+        return ceil(self.ends[-1] / cut.columns)
+
+    def sharing(self, cut: WorkSplit) -> int:
+        """Return the number of blocks with the same columns, each with a part of K."""
+        return cut.shares if cut.together or self.memory.staged else self.memory.parts
+
+    def turns(self, cut: WorkSplit) -> tuple[int, int]:
+        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
+        room_for = _blocks(cut, self.memory.of(cut), self.max_shared)
+        most = max(1, _most(self.sms, room_for, self.sharing(cut)) // ceil(self.M / cut.rows))
+        return room_for, ceil(self.groups(cut) / most)
+
+    def duration(self, cut: WorkSplit) -> float:
+        """Estimate the time of a warp: 5 to unpack weights, 1 to multiply 8 rows of x.
+
+        The time is in µs if x is an operand.
+        """
+        room_for, count = self.turns(cut)
+        parts, units, staged = self.memory.parts, self.memory.units, self.memory.staged
+        if self.memory.copied:
+            of_unit = COPYING_US * (3.6 + cut.rows / 8) * (1.8 + ceil(cut.warps / SCHEDULERS))
+            return of_unit * count * parts * units / cut.shares + ADDING_US[cut.shares]
+        exchange = (ADDING if staged else EXCHANGE) if self.sharing(cut) > 1 else 0
+        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
+        if staged and not cut.together:  # a warp also stores terms of x
+            stored = 3 * cut.rows / 8 / cut.warps
+            work += count * room_for * (4 + cut.warps) * stored
+            work *= STAGED_COST * parts / cut.shares
+        return exchange + work
+
+    def cuts(self, workspace: int) -> list[WorkSplit]:
+        """Return the possible divisions. workspace: floats with which blocks can divide K."""
+        parts, staged, norm = self.memory.parts, self.memory.staged, self.memory.norm
+        cuts = self._of_operand() if self.memory.copied else self._joint()
+        if not (self.memory.copied or norm or [cut.rows for cut in cuts] == _halvings(self.M)[:1]):
+            cuts += self._apart(least=1 if cuts else STAGED_WARPS)
+        if staged and workspace >= COUNTERS + parts * self.M * self.ends[-1]:
+            groups = {cut: self.groups(cut) * ceil(self.M / cut.rows) for cut in cuts}
+            apart = [cut for cut in cuts if not cut.together and groups[cut] <= COUNTERS]
+            cuts += [cut._replace(shares=n) for cut in apart for n in PARTS if parts % n == 0]
+        return cuts
+
+    def _joint(self) -> list[WorkSplit]:
+        """Return divisions in which each warp multiplies another split of K."""
+        few, parts = _halvings(min(self.M, JOINT_ROWS)), self.memory.parts
+        cuts = self.fitting(WorkSplit(rows, parts, together=True) for rows in few)[:1]
+        most = JOINT_ROWS * min(MAX_TILES, MAX_HELD // (HELD * self.memory.units))
+        if most and self.holds and not self.memory.norm and [cut.rows for cut in cuts] != few[:1]:
+            rows = _halvings(min(self.M, most))
+            cuts += self.fitting(WorkSplit(n, parts, True, held=True) for n in rows)[:1]
+        return cuts
+
+    def _apart(self, least: int) -> list[WorkSplit]:
+        """Return divisions in which all warps multiply the same splits of K.
+
+        least: minimum rows of a block of STAGED_WARPS warps; more than M leave some rows empty.
+        """
+        warps = [n for n in WARPS if self.bounded(COLUMNS * n)]
+        rows, staged = _halvings(min(self.M, MAX_ROWS)), self.memory.staged
+        if staged:
+            warps = [n for n in (STAGED_WARPS, 4, 2, 1) if n in warps][:1]
+            rows = _halvings(min(max(self.M, min(least, *warps)), MAX_ROWS))
+            rows = [n for n in rows if n * self.memory.terms**2 <= MAX_ROWS]
+        apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
+        return self.fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
+
+    def _of_operand(self) -> list[WorkSplit]:
+        """Return divisions for x that is an operand."""
+        warps = [n for n in COPYING_WARPS if COLUMNS * n % self.multiple == 0]
+        warps = [n for n in warps if self.bounded(COLUMNS * n)]
+        possible = [n for n in COPYING_ROWS if n == min(COPYING_ROWS) or n < 2 * self.M]
+        cuts = (WorkSplit(n, w, together=False) for n in possible for w in warps)
+        return self.fitting(
+            cut for cut in cuts if cut.rows <= WARP * cut.warps <= COPYING_THREADS[cut.rows]
+        )
+
+
 @lru_cache(maxsize=1024)
 def geometry(
     M: int,
@@ -141,118 +241,39 @@ def geometry(
     block. workspace: floats of memory for counters and sums, with which blocks can divide K; 0 with
     a norm, RoPE or `up`.
     """
-    ends = [(2 if up else 1) * end for end in accumulate(n for _, n in ranges)]
+    ends = tuple((1 + up) * end for end in accumulate(n for _, n in ranges))
     parts, units = splits(K)
     staged = not clusters or parts == 1  # a block that is not `together` multiplies all splits
-    slot = max(slot_bytes(t) for t, _ in ranges)
+    slot, multiple = max(slot_bytes(t) for t, _ in ranges), 2 * CHUNK if summed else COLUMNS
     memory = SharedMemory(parts, units, slot, norm, terms, staged, operand)
-
-    def fitting(candidates: Iterable[WorkSplit]) -> list[WorkSplit]:
-        return [cut for cut in candidates if memory.of(cut) <= max_shared]
-
-    def groups(cut: WorkSplit) -> int:
-        return ceil(ends[-1] / cut.columns) * ceil(M / cut.rows)
-
-    if any(begin % (rope or COLUMNS) for begin in ends[:-1]):
-        return None
-    if operand:
-        cuts = fitting(_of_operand(M, ends, 2 * CHUNK if summed else COLUMNS))
-    else:
-        cuts = _cuts(M, parts, units, ends, norm, terms, holds, staged, fitting)
+    p = BlocksProduct(M, ends, memory, holds, multiple, sms, max_shared)
+    cuts = p.cuts(workspace) if p.bounded(rope or COLUMNS) else []
     if not cuts:
         return None
-
-    if staged and workspace >= COUNTERS + parts * M * ends[-1]:
-        apart = [cut for cut in cuts if not cut.together and groups(cut) <= COUNTERS]
-        cuts += [cut._replace(shares=n) for cut in apart for n in PARTS if parts % n == 0]
-
-    def turns(cut: WorkSplit) -> tuple[int, int]:
-        """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
-        room_for = _blocks(cut, memory.of(cut), max_shared)
-        most = max(1, _most(sms, room_for, sharing(cut)) // ceil(M / cut.rows))
-        return room_for, ceil(ceil(ends[-1] / cut.columns) / most)
-
-    def sharing(cut: WorkSplit) -> int:
-        """Return the number of blocks with the same columns, each with a part of K."""
-        return cut.shares if cut.together or staged else parts
-
-    # Time estimate per warp, in relative units: 5 to unpack weights, 1 to multiply 8 rows of x.
-    def duration(cut: WorkSplit) -> float:
-        room_for, count = turns(cut)
-        if operand:  # µs
-            of_unit = COPYING_US * (3.6 + cut.rows / 8) * (1.8 + ceil(cut.warps / SCHEDULERS))
-            return of_unit * count * parts * units / cut.shares + ADDING_US[cut.shares]
-        exchange = (ADDING if staged else EXCHANGE) if sharing(cut) > 1 else 0
-        work = count * room_for * (4 + cut.warps) * (5 + cut.rows / 8)
-        if staged and not cut.together:  # a warp also stores terms of x
-            stored = 3 * cut.rows / 8 / cut.warps
-            work += count * room_for * (4 + cut.warps) * stored
-            work *= STAGED_COST * parts / cut.shares
-        return exchange + work
-
-    cut = min(cuts, key=duration)
-    blocks, count = turns(cut)
+    cut = min(cuts, key=p.duration)
+    blocks, count = p.turns(cut)
     if holds and blocks == 1 and cut.together:
         deeper = (cut._replace(flight=n) for n in range(MAX_FLIGHT, FLIGHT - 1, -1))
-        cut = fitting(deeper)[0]
-    clustered = 1 if staged else parts
+        cut = p.fitting(deeper)[0]
+    apart = int(not cut.together)
     defines = (
         ("DECODE_K", K),
-        ("DECODE_ROWS", cut.rows),
-        ("DECODE_FLIGHT", cut.flight),
+        *size_defines("DECODE", cut, "rows flight"),
         ("DECODE_BLOCKS", blocks),
         ("GGUF_TOGETHER", int(cut.together)),
-        *((("GGUF_HELD", 1),) if cut.held else ()),
-        *((("DECODE_OPERAND", 1), ("OPERAND_WIDTH", IN_ORDER)) if operand else ()),
-        *(() if cut.together else (("DECODE_WARPS", cut.warps), ("GGUF_CLUSTER", clustered))),
-        *((("GGUF_PARTS", cut.shares),) if cut.shares > 1 else ()),
-    )
-    grid = sharing(cut) * ceil(ceil(ends[-1] / cut.columns) / count), ceil(M / cut.rows)
+        *nonzero_defines(
+            GGUF_HELD=cut.held, DECODE_OPERAND=operand, OPERAND_WIDTH=IN_ORDER * operand,
+            DECODE_WARPS=apart * cut.warps, GGUF_CLUSTER=apart * (1 if staged else parts),
+            GGUF_PARTS=cut.shares * (cut.shares > 1),
+        ),
+    )  # fmt: skip
+    grid = p.sharing(cut) * ceil(p.groups(cut) / count), ceil(M / cut.rows)
     # The launch requests so much memory that no block of the next kernel starts next to these
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
     # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
     shared = shared_for_blocks(max_shared + STATIC, blocks, memory.of(cut))
     kernel = DIVIDED if cut.shares > 1 else KERNEL
     return Geometry(kernel, grid, (WARP * cut.warps,), shared, defines)
-
-
-def _cuts(
-    M: int,
-    parts: int,
-    units: int,
-    ends: list[int],
-    norm: int,
-    terms: int,
-    holds: bool,
-    staged: bool,
-    fitting: Callable[[Iterable[WorkSplit]], list[WorkSplit]],
-) -> list[WorkSplit]:
-    """Return possible divisions of a product, as `fitting` keeps them. ends: ends of the ranges."""
-    few = _halvings(min(M, JOINT_ROWS))
-    cuts = fitting(WorkSplit(rows, parts, together=True) for rows in few)[:1]
-    if holds and not norm and [cut.rows for cut in cuts] != few[:1]:
-        most = JOINT_ROWS * min(MAX_TILES, MAX_HELD // (HELD * units))
-        held = (WorkSplit(rows, parts, True, held=True) for rows in _halvings(min(M, most)) if most)
-        cuts += fitting(held)[:1]
-    if not norm and [cut.rows for cut in cuts] != _halvings(M)[:1]:
-        warps = [n for n in WARPS if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
-        rows = _halvings(min(M, MAX_ROWS))
-        if staged:
-            warps = [n for n in (STAGED_WARPS, 4, 2, 1) if n in warps][:1]
-            least = 1 if cuts else max(warps)  # if nothing else fits, blocks have empty rows
-            rows = [n for n in _halvings(min(max(M, least), MAX_ROWS)) if n * terms**2 <= MAX_ROWS]
-        apart = (WorkSplit(n, each, together=False) for n in rows for each in warps)
-        cuts += fitting(cut for cut in apart if cut.rows >= cut.warps or not staged)
-    return cuts
-
-
-def _of_operand(M: int, ends: list[int], multiple: int) -> list[WorkSplit]:
-    """Return possible divisions of an operand's product. `multiple` divides a block's columns."""
-    warps = [n for n in COPYING_WARPS if COLUMNS * n % multiple == 0]
-    warps = [n for n in warps if not any(begin % (COLUMNS * n) for begin in ends[:-1])]
-    possible = [rows for rows in COPYING_ROWS if rows == min(COPYING_ROWS) or rows < 2 * M]
-    cuts = (WorkSplit(n, w, together=False) for n in possible for w in warps)
-    return [cut for cut in cuts if cut.rows <= WARP * cut.warps <= COPYING_THREADS[cut.rows]]
 
 
 def slot_bytes(name: str) -> int:
@@ -280,13 +301,39 @@ def _most(sms: int, blocks: int, cluster: int) -> int:
 def normalizes(M: int, K: int) -> bool:
     """Return whether products of x (M, K) can fuse RMSNorm, which limits the sizes of M and K."""
     if K in LONG_NORMED:
-        return M == 1 and device_attribute("MaxSharedMemoryPerBlockOptin") <= 163 << 10
+        return M == 1 and max_shared() <= 163 << 10
     return M <= MAX_NORMED and K <= UNIT * MAX_SPLITS
 
 
-def norm_of(gamma: CudaArray | None, beta: CudaArray | None) -> int:
-    """Return DECODE_NORM, the norm of x that a product fuses: 0 none, 1 LayerNorm, 2 RMSNorm."""
-    return 0 if gamma is None else 1 if beta is not None else 2
+def reads_operand(K: int) -> bool:
+    """Return whether products with K inputs can read x as an operand of one term."""
+    return gpu().has_bf16 and K % UNIT == 0
+
+
+def plan(p: Matmul) -> Geometry | Refusal:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
+    operand, stored, holds = p.operand, p.to_operand, p.rounded and not gpu().has_wgmma
+    refused = Refusal.first(
+        (operand and not (holds and operand.for_blocks and reads_operand(p.K)),
+         f"K {p.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
+         "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"),
+        (stored and not (operand and stored.for_blocks),
+         f"terms of {stored}, x of {operand or 'floats'}: expected both in the order of wgmma"),
+        (p.dtype != GGUF, "takes a GgufMatrix"),
+        needs("has_mma"),
+        (p.head % BORDER, f"heads of {p.head} channels: expected a multiple of {BORDER}"),
+        same_types(p.blocks),
+        (p.norm == RMSNORM and not normalizes(p.M, p.K),
+         f"RMSNorm of {p.M:,} rows of {p.K:,}: expected fewer: use rmsnorm"),
+    )  # fmt: skip
+    return refused or geometry(
+        p.M, p.K, p.blocks[0].ranges, norm=p.norm, up=p.up, rope=p.head, holds=holds,
+        terms=1 if p.rounded else TERMS, clusters=gpu().has_clusters and not holds,
+        operand=operand is not None, summed=p.summed,
+        workspace=0 if p.norm or p.up else p.workspace, **limits(STATIC),
+    ) or Refusal(
+        f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
+    )  # fmt: skip
 
 
 def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
@@ -296,60 +343,15 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     matrix of a gated product; and workspace, floats that are 0 before and after each launch, for
     counters, and then for sums. c.rounded: whether x is rounded to one 16-bit term per value.
     """
-    given = vars(c).get
+    given, p = vars(c).get, Matmul.of(c)
     gamma, beta, bias, up, workspace = map(given, ("gamma", "beta", "bias", "up", "workspace"))
-    norm, holds = norm_of(gamma, beta), c.rounded and not gpu().has_wgmma
-    operand, to_operand = given("operand"), given("to_operand")
-    summed = to_operand is not None and to_operand.summed
-    copies = holds and gpu().has_bf16 and c.K % UNIT == 0
-    if operand and not (copies and operand.for_blocks):
-        raise UnsupportedCall(
-            f"K {c.K:,}, terms of {operand}: expected a multiple of {UNIT}, rounded float16 in the "
-            "order of wgmma, and a GPU from 8.0 without wgmma: pass floats"
-        )
-    if to_operand and not (operand and to_operand.for_blocks):
-        raise UnsupportedCall(
-            f"terms of {to_operand}, x of {operand or 'floats'}: expected both in the order of "
-            "wgmma"
-        )
-    if c.w.dtype != GGUF:
-        raise UnsupportedCall("takes a GgufMatrix")
-    needs_mma()
-    if epilogue.head % BORDER:
-        raise UnsupportedCall(f"heads of {epilogue.head} channels: expected a multiple of {BORDER}")
-    if up is not None and up.ranges != c.w.ranges:
-        raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {up.ranges}")
-    if norm == 2 and not normalizes(c.M, c.K):
-        raise UnsupportedCall(f"RMSNorm of {c.M:,} rows of {c.K:,}: expected fewer: use rmsnorm")
-    launch_geometry = geometry(
-        *(c.M, c.K, c.w.ranges),
-        norm=norm,
-        up=up is not None,
-        rope=epilogue.head,
-        terms=1 if c.rounded else TERMS,
-        clusters=gpu().has_clusters and not holds,
-        holds=holds,
-        operand=operand is not None,
-        summed=summed,
-        sms=device_attribute("MultiProcessorCount"),
-        max_shared=device_attribute("MaxSharedMemoryPerBlockOptin") - STATIC,
-        workspace=0
-        if workspace is None or norm or up or epilogue.name != "ADD"
-        else workspace.size,
-    )
-    if launch_geometry is None:
-        raise UnsupportedCall(
-            f"K {c.K:,}: a split of a row does not fit in this GPU's shared memory: use a "
-            "WeightMatrix"
-        )
-    defines: Defines = (("DECODE_NORM", norm),) if norm else ()
-    defines += (("DECODE_UP", 1), *gate_define(c.gelu)) if up is not None else ()
-    defines += (("DECODE_ROPE", epilogue.head),) if epilogue.head else ()
-    defines += (("DECODE_SUMS", epilogue.splits),) if epilogue.splits else ()
-    defines += (("DECODE_OUT_OPERAND", 1),) if to_operand else ()
-    defines += (("OPERAND_SUMS", 1),) if summed else ()
+    launch_geometry, norm = accept(plan(p)), p.norm
+    defines = nonzero_defines(DECODE_NORM=norm, DECODE_UP=p.up)
+    defines += gate_define(c.gelu) if p.up else ()
+    defines += nonzero_defines(DECODE_ROPE=p.head, DECODE_SUMS=epilogue.splits)
+    defines += nonzero_defines(DECODE_OUT_OPERAND=bool(p.to_operand), OPERAND_SUMS=p.summed)
     defines += (*count_define(c.rounded), *range_defines(c.w))
-    sums, before = sums_of(c) if operand else (None, ())
+    sums, before = sums_of(c) if p.operand else (None, ())
     if launch_geometry.kernel == DIVIDED:
         args = {"x": c.x, "w": c.w.data, "bias": bias, "workspace": workspace, "M": c.M, "N": c.N}
         args["sums"] = sums

@@ -6,9 +6,13 @@ from functools import lru_cache
 from math import ceil, gcd
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry, size_defines
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.formats import GGUF
+from gpt2block.cuda.kernels import HI_LO, Geometry, defines_of, size_defines
+from gpt2block.ops.call import Refusal
+from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.rows import WARP, power_of_two
-from gpt2block.ops.products import count_tiles, fastest
+from gpt2block.ops.products import Matmul, count_tiles, fastest, limits
 
 FILE, KERNEL = "matmul/decode/cores.cu", "decode_cores"
 MANY_COLUMNS = 16384  # minimum outputs N of a whole matrix for which blocks loop over columns
@@ -183,10 +187,9 @@ def geometry(
     if not fits:
         return None
     defines = (
-        ("DECODE_K", K),
-        ("DECODE_NORM", int(norm)),
+        *defines_of(DECODE_K=K, DECODE_NORM=int(norm)),
         *size_defines("DECODE", cut, "rows width split columns groups steps loop blocks"),
-        ("DECODE_X", gcd(4, K)),
+        *defines_of(DECODE_X=gcd(4, K)),
     )
     blocks = ceil(N / (cut.columns * cut.groups))
     grid = (min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows))
@@ -201,15 +204,10 @@ def _tile_geometry(
     while loads * tile.lanes % (2 * stage):  # a chunk has whole pairs of stages
         stage //= 2
     defines = (
-        ("DECODE_K", K),
-        ("DECODE_NORM", 0),
-        ("DECODE_ROWS", tile.rows),
-        ("DECODE_WIDTH", cut.width),
-        ("DECODE_SPLIT", cut.split),
-        ("DECODE_COLUMNS", tile.columns),
-        ("DECODE_STEPS", cut.steps),
+        *defines_of(DECODE_K=K, DECODE_NORM=0, DECODE_ROWS=tile.rows, DECODE_WIDTH=cut.width),
+        *defines_of(DECODE_SPLIT=cut.split, DECODE_COLUMNS=tile.columns, DECODE_STEPS=cut.steps),
         *size_defines("DECODE", tile, "side span lanes"),
-        ("DECODE_STAGE", stage),
+        *defines_of(DECODE_STAGE=stage),
     )
     threads = tile.rows // tile.side * (tile.columns // tile.span) * tile.lanes
     row = 4 * tile.rows + (2 if weight == 2 else 4) * tile.columns  # FP8 weights become floats
@@ -224,3 +222,26 @@ def shared_floats(cut: MatvecLayout, K: int, norm: bool) -> int:
     held = cut.rows == 1 and padded <= HELD * WARP * cut.split
     rows = 0 if held and not norm else cut.rows + 2 * norm
     return rows * padded + cut.split * cut.rows * cut.groups * cut.columns
+
+
+def refusal(p: Matmul) -> Refusal | None:
+    """Return a refusal if only kernels on tensor cores support the weights or the rounding of x."""
+    return Refusal.first(
+        (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma, or a WeightMatrix"),
+        (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
+        (p.rounded, "does not round x: use variant mma"),
+    )
+
+
+def plan(p: Matmul) -> Geometry | Refusal:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
+    refused = Refusal.first(
+        (p.to_operand, mma.FLOATS_ALONE),
+        refusal(p),
+        (p.norm == mma.RMSNORM, "takes no gamma without beta: use variant mma"),
+        (p.operand, mma.FLOATS_ALONE),
+        (p.up, mma.ONE_MATRIX),
+    )
+    options = {"norm": p.norm > 0, "whole_N": p.whole_N, "tiled": not gpu().has_bf16}
+    sizes = p.M, p.N, p.K, mma.itemsize_of(p.dtype)
+    return refused or mma.fit(geometry(*sizes, **options, **limits(mma.STATIC)), p)

@@ -7,8 +7,13 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, size_defines
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.formats import GGUF
+from gpt2block.cuda.kernels import FP8, HI_LO, Geometry, nonzero_defines, size_defines
+from gpt2block.ops.call import Refusal, needs
 from gpt2block.ops.engines.rows import WARP, power_of_two
+from gpt2block.ops.operands import head_multiple, ordered
+from gpt2block.ops.products import Matmul, limits
 
 FILE, KERNEL = "matmul/decode/mma.cu", "decode_mma"
 UNIT = 128  # values of K per unit; a split (a range of K, summed separately) is 1 or more units
@@ -35,11 +40,17 @@ MIN_BLOCKS = 2, 3
 # Without overlapping launches, no other kernel loads weights on the other multiprocessors: the grid
 # has at least one block for so many.
 MIN_BLOCKS_ALONE = 1.4
+MORE_ROWS = 16  # maximum rows with fused LayerNorm; for more, mma_tiles can be faster than mma
 # Maximum rows for which this kernel is faster than mma_tiles.cu without asynchronous copies.
 ROWS_WITHOUT_COPIES = 64
 FLOAT = 4  # bytes per float32
 BYTES = {"float32": 4, HI_LO: 4, "float16": 2, "bfloat16": 2}  # bytes per weight; 1 for others
 TERMS = 2  # 16-bit terms per value of x
+TERM_DTYPES = ("float16", "bfloat16", *FP8)  # dtypes of weights whose values are one 16-bit term
+STATIC = 1024  # maximum bytes of static shared memory per block
+MAX_BLOCKS = 65535  # maximum blocks along the second axis of a grid
+FLOATS_ALONE = "takes and gives floats: use variant mma_tiles for terms, or wgmma"
+ONE_MATRIX = "takes one matrix: use variant wgmma"
 
 
 class Limits(NamedTuple):
@@ -189,7 +200,7 @@ def geometry(
         ("DECODE_K", K),
         ("DECODE_NORM", int(norm)),
         *size_defines("DECODE", cut, "rows columns flight loop warps blocks"),
-        *((("DECODE_OPERAND", 1),) if operand else ()),
+        *nonzero_defines(DECODE_OPERAND=operand),
     )
     blocks = ceil(N / (cut.columns * (cut.warps if cut.loop else 1)))
     columns_and_rows = min(blocks, sms * cut.blocks) if cut.loop else blocks, ceil(M / cut.rows)
@@ -197,6 +208,67 @@ def geometry(
         defines += (("DECODE_ROWS_FIRST", 1),)
         columns_and_rows = columns_and_rows[::-1]
     return Geometry(KERNEL, columns_and_rows, (WARP * cut.warps,), shared, defines)
+
+
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes per weight of this dtype, or per half of a hi/lo weight."""
+    return 2 if dtype == HI_LO else BYTES.get(dtype, 1)
+
+
+def refusal(dtype: str, K: int, instead: str = "") -> Refusal | None:
+    """Return a refusal if tensor-core kernels of decoding do not support weights or the GPU.
+
+    The weights have K inputs, and no GGUF blocks. instead: advice.
+    """
+    multiple = LOADED // itemsize_of(dtype)
+    return Refusal.first(
+        (dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
+        needs("has_bf16" if dtype == "float32" else "has_mma", instead),
+        (K % multiple, f"K {K:,}: expected a multiple of {multiple} for {dtype}{instead}"),
+    )
+
+
+def columns_of(geometry: Geometry) -> int:
+    """Return the columns per block of a launch geometry."""
+    return int(dict(geometry.defines)["DECODE_COLUMNS"])
+
+
+def fit(geometry: Geometry | None, p: Matmul) -> Geometry | Refusal:
+    """Return a geometry for few rows, or a refusal if the rows are too long, or too many."""
+    if geometry is None:
+        return Refusal(
+            f"K {p.K:,}: a row does not fit in the {limits(STATIC)['max_shared']:,} bytes of "
+            "this GPU's shared memory: variant tiles has no such limit"
+        )
+    too_many = f"{p.M:,} rows: too many for this variant: use variant tiles"
+    return Refusal.first((geometry.grid[1] > MAX_BLOCKS, too_many)) or geometry
+
+
+def plan(p: Matmul) -> Geometry | Refusal:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
+    multiple = head_multiple(p.operand)
+    columns, card, many = PAIRED_COLUMNS if p.up else COLUMNS, gpu(), p.outputs >= MANY_COLUMNS
+    refused = Refusal.first(
+        (p.to_operand, FLOATS_ALONE),
+        (p.head and (p.head % multiple or many),
+         f"heads of {p.head} channels, {p.N:,} outputs: expected a multiple of {multiple}, and "
+         f"less than {MANY_COLUMNS:,} outputs: use linear and rope_append"),
+        refusal(p.dtype, p.K, ": use variant matvec"),
+        (ordered(p.operand), FLOATS_ALONE),
+        (p.up and p.residual, ONE_MATRIX),
+        (p.norm == RMSNORM and (p.K > MAX_NORMED or many),
+         f"gamma without beta, K {p.K:,}, {p.outputs:,} outputs: expected up to {MAX_NORMED:,} "
+         f"inputs and less than {MANY_COLUMNS:,} outputs: use rmsnorm before it"),
+    )  # fmt: skip
+    return refused or fit(geometry(
+        p.M, p.outputs, p.K, p.dtype, norm=p.norm, operand=p.operand is not None, columns=columns,
+        overlaps=card.has_overlap, rows_first=not card.has_bf16, **limits(STATIC),
+    ), p)  # fmt: skip
+
+
+def most_rows() -> int:
+    """Return the maximum rows for which variant mma, which reads floats, is preferred."""
+    return MORE_ROWS if gpu().has_bf16 else ROWS_WITHOUT_COPIES
 
 
 def shared_bytes(cut: MmaLayout, K: int, dtype: str, norm: int) -> int:

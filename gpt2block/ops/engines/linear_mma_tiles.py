@@ -8,10 +8,15 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import HI_LO, Geometry, size_defines
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.formats import GGUF
+from gpt2block.cuda.kernels import HI_LO, Geometry, nonzero_defines, size_defines
+from gpt2block.ops.call import Refusal
+from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.linear_mma import BYTES, FLOAT, UNIT, splits
 from gpt2block.ops.engines.rows import WARP
-from gpt2block.ops.products import count_tiles, room
+from gpt2block.ops.operands import ordered
+from gpt2block.ops.products import Matmul, count_tiles, limits, room
 
 FILE, KERNEL = "matmul/decode/mma_tiles.cu", "decode_mma_tiles"
 GATED = f"{KERNEL}_up"  # the kernel for two matrices, whose columns alternate
@@ -87,50 +92,60 @@ def choose(
     divides the splits of K equally and lets the grid fill the GPU.
     """
     floats = BYTES.get(dtype) == FLOAT
-    possible = {} if clusters or (floats and copies) else _alone_tiles(copies, gated, floats)
-    if found := _alone(M, N, K, dtype, sms, max_shared, possible):
+    alone = {} if clusters else _alone_tiles(copies, gated, floats)
+    if found := _alone(M, N, K, dtype, sms, max_shared, alone):
         return found
-    wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
-    filled = FILLED * sms
-    if gated or SMALL.rows >= M:
-        tile = SMALL if SMALL.rows >= M else LARGE
-    elif count_tiles(wide, M, N) >= filled:
-        tile = wide
-    elif K >= LONG_K and SLIM.rows < M:
-        tile, filled = large, math.inf
-    else:
-        tile, filled = SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
     parts = splits(K)[0]
     fitting = [n for n in (range(1, parts + 1) if clusters else (1,)) if parts % n == 0]
 
-    def enough(one: MmaLinearTile, full: float) -> list[int]:
+    def enough(tile: MmaLinearTile, full: float) -> list[int]:
         """Return cluster sizes with which the grid has `full` blocks, or else the largest size.
 
         Blocks of larger clusters need less memory for sums.
         """
-        tiles = count_tiles(one, M, N)
+        tiles = count_tiles(tile, M, N)
         return [n for n in fitting if tiles * n >= full] or fitting[-1:]
 
-    if floats and tile is SLIM:
-        grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
-        if grid > tile.blocks * sms:  # a second wave of blocks is necessary
-            tile, filled = EVEN, FILLED * sms
-    for one, full in ((tile, filled), (SLIM, FULL * sms)):  # SLIM if the tile does not fit
-        tiles = count_tiles(one, M, N)
-        for cluster in enough(one, full):
-            wanted = min(one.blocks, ceil(tiles * cluster / sms))
-            pipelines = list(_pipelines(one._replace(cluster=cluster), dtype))
-            for blocks in range(wanted, 0, -1):
-                for candidate in pipelines:
-                    if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
-                        return candidate._replace(blocks=blocks)
+    tile, filled = _preferred(M, N, K, floats, sms, gated)
+    # EVEN if SLIM needs a second wave of blocks
+    grid = count_tiles(tile, M, N) * enough(tile, filled)[0]
+    if floats and tile is SLIM and grid > tile.blocks * sms:
+        tile, filled = EVEN, FILLED * sms
+    candidates = (
+        (candidate, blocks)
+        for one, full in ((tile, filled), (SLIM, FULL * sms))  # SLIM if the tile does not fit
+        for cluster in enough(one, full)
+        for blocks in range(min(one.blocks, ceil(count_tiles(one, M, N) * cluster / sms)), 0, -1)
+        for candidate in _pipelines(one._replace(cluster=cluster), dtype)
+    )
+    for candidate, blocks in candidates:
+        if shared_bytes(candidate, K, dtype) <= room(max_shared, blocks):
+            return candidate._replace(blocks=blocks)
     return SLIM._replace(stages=2, blocks=1)
+
+
+def _preferred(
+    M: int, N: int, K: int, floats: bool, sms: int, gated: bool
+) -> tuple[MmaLinearTile, float]:
+    """Return the fastest tile if it fits, and the blocks from which the grid fills the GPU.
+
+    floats: whether weights have 4 bytes. Other arguments: as in `choose`.
+    """
+    wide, large = (EVEN, EVEN) if floats else (WIDE, LARGE)
+    if gated or SMALL.rows >= M:
+        return SMALL if SMALL.rows >= M else LARGE, FILLED * sms
+    if count_tiles(wide, M, N) >= FILLED * sms:
+        return wide, FILLED * sms
+    if K >= LONG_K and SLIM.rows < M:
+        return large, math.inf
+    return SLIM_LONG if floats and K >= LONG_K else SLIM, FULL * sms
 
 
 def _alone_tiles(copies: bool, gated: bool, floats: bool) -> Mapping[MmaLinearTile, float]:
     """Return tiles for GPUs without clusters, as ALONE. floats: whether weights have 4 bytes."""
     if floats:
-        return {EVEN._replace(warps=(4, 2), stages=2, blocks=1): math.inf}
+        wide = {EVEN._replace(warps=(4, 2), stages=2, blocks=1): math.inf}
+        return {} if copies else wide
     if gated:
         return {MEDIUM: ALONE[MEDIUM]}
     return ALONE if copies else WITHOUT_COPIES
@@ -181,11 +196,29 @@ def geometry(
         ("DECODE_WARPS_M", warps_m),
         ("DECODE_WARPS_N", warps_n),
         *size_defines("DECODE", tile, "chunks stages cluster blocks"),
-        *((("DECODE_OPERAND", 1),) if operand else ()),
-        *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
-        *((("DECODE_UP", 1),) if gated else ()),
-        *((("DECODE_GROUPS", tile.groups),) if tile.groups > 1 else ()),
+        *nonzero_defines(DECODE_OPERAND=operand, DECODE_OUT_OPERAND=to_operand, DECODE_UP=gated),
+        *nonzero_defines(DECODE_GROUPS=tile.groups if tile.groups > 1 else 0),
     )
     grid = (tile.cluster * count_tiles(tile, M, N),)
     block = (WARP * warps_m * warps_n * tile.groups,)
     return Geometry(GATED if gated else KERNEL, grid, block, shared_bytes(tile, K, dtype), defines)
+
+
+def plan(p: Matmul) -> Geometry | Refusal:
+    """Return the launch of the kernel for a product, or the reason to refuse."""
+    card, sizes = gpu(), (p.M, p.outputs, p.K, p.dtype)
+    alone = card.has_clusters or not card.has_bf16 or p.dtype not in mma.TERM_DTYPES
+    in_order = ordered(p.operand) or ordered(p.to_operand)
+    refused = Refusal.first(
+        (p.dtype == GGUF, "takes no GgufMatrix: use variant tiles"),
+        (p.norm,
+         "takes no gamma and beta: use variant mma, or layernorm's variant decode before it"),
+        (in_order or (p.up and (alone or p.residual)),
+         "takes and gives floats, or terms in their places, of one matrix: use variant wgmma"),
+        mma.refusal(p.dtype, p.K, ": use variant matvec"),
+    )  # fmt: skip
+    copies = {"clusters": card.has_clusters, "copies": card.has_bf16}
+    operands = p.operand is not None, p.to_operand is not None
+    return refused or geometry(
+        *sizes, choose(*sizes, **copies, **limits(mma.STATIC), gated=p.up), *operands, gated=p.up
+    )

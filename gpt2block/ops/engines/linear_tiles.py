@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry, size_defines
+from gpt2block.cuda.kernels import Geometry, defines_of, size_defines
 from gpt2block.ops.engines.rows import WARP
 from gpt2block.ops.products import count_tiles, fastest
 
@@ -72,9 +72,7 @@ def geometry(
     threads = WARP * tile.rows // (8 * tile.side) * (tile.columns // (4 * tile.span))
     defines = (
         *size_defines("LT", tile, "rows columns side span depth stages blocks"),
-        ("LT_LOAD", 1 if size == 4 else load),
-        ("LT_STORE", store),
-        ("LT_GELU", int(gelu)),
+        *defines_of(LT_LOAD=1 if size == 4 else load, LT_STORE=store, LT_GELU=int(gelu)),
     )
     grid = (count_tiles(tile, M, N),)
     return Geometry(KERNEL, grid, (threads,), shared_bytes(tile, size), defines)

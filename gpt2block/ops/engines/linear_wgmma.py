@@ -9,20 +9,18 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.arrays import device_attribute
 from gpt2block.cuda.formats import FILE as OF_FILE
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Defines, Geometry, Launch, size_defines
+from gpt2block.cuda.kernels import HI_LO, Defines, Geometry, Launch, nonzero_defines, size_defines
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, GgufMatrix
-from gpt2block.ops.call import Call
+from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import BYTES, HALF_SPLITS, LOADED, MAX_SPLITS, UNIT, splits
 from gpt2block.ops.engines.rows import power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
-from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define
-from gpt2block.ops.operation import UnsupportedCall
-from gpt2block.ops.products import gate_define, room, shared_for_blocks
+from gpt2block.ops.operands import CHUNK, IN_ORDER, Operand, count_define, head_multiple, ordered
+from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types, shared_for_blocks
 
 FILE, KERNEL = "matmul/decode/wgmma.cu", "decode_wgmma"
 GGUF_FILE, GGUF_KERNEL = "matmul/decode/wgmma_gguf.cu", "decode_wgmma_gguf"
@@ -299,41 +297,50 @@ def geometry(
     """
     defines = (
         *size_defines("DECODE", tile, "rows groups splits shares stages blocks"),
-        *((("DECODE_GATED", 1),) if gated else ()),
-        *((("DECODE_OUT_OPERAND", 1),) if to_operand else ()),
-        *((("DECODE_ROPE", head),) if head else ()),
-        *((("DECODE_TILES", tile.tiles),) if p.row_group else ()),
-        *((("DECODE_DEPTH", tile.depth),) if tile.depth > 1 else ()),
-        *((("DECODE_TEAMS", tile.teams),) if tile.teams > 1 else ()),
-        *((("OPERAND_SUMS", 1),) if p.summed else ()),
+        *nonzero_defines(
+            DECODE_GATED=gated, DECODE_OUT_OPERAND=to_operand, DECODE_ROPE=head,
+            DECODE_TILES=tile.tiles * (p.row_group > 0), DECODE_DEPTH=tile.depth * (tile.depth > 1),
+            DECODE_TEAMS=tile.teams * (tile.teams > 1), OPERAND_SUMS=p.summed,
+        ),
         *count_define(p.rounded),
-    )
+    )  # fmt: skip
     kernel = GGUF_KERNEL if p.row_group else KERNEL
     return Geometry(kernel, (p.grid(tile),), (tile.threads,), p.shared_bytes(tile), defines)
 
 
 def takes_blocks(w: GgufMatrix, head: int = 0) -> bool:
     """Return whether wgmma kernels support this matrix. head: channels of a head, with RoPE."""
-    return w.K % UNIT == 0 and not any(begin % (head or BORDER) for begin in w.begins)
+    return w.K % UNIT == 0 and w.begins_at(head or BORDER)
 
 
-def _product(c: Call, head: int) -> WgmmaProduct:
-    """Return the WgmmaProduct that describes a call, or raise UnsupportedCall."""
-    two = c.up is not None or head > 0
-    if c.w.dtype != GGUF:
-        if c.K % BOX:
-            raise UnsupportedCall(f"K {c.K:,}: expected a multiple of {BOX}: use variant mma_tiles")
-        outputs = (c.N // 2 if head else c.N,)
-        return WgmmaProduct(c.M, outputs, c.K, c.w.dtype, two, c.rounded)
-    if not c.rounded or not takes_blocks(c.w, head):
-        raise UnsupportedCall(
-            f"w {c.w}: expected x rounded, and K in multiples of {UNIT}: pass floats"
-        )
-    if c.up is not None and c.up.ranges != c.w.ranges:
-        raise UnsupportedCall(f"up: expected types {c.w.ranges}, got {c.up.ranges}")
-    outputs = tuple(n // 2 if head else n for _, n in c.w.ranges)
-    summed = c.to_operand is not None and c.to_operand.summed
-    return WgmmaProduct(c.M, outputs, c.K, GGUF, two, True, c.w.tile, c.w.units, summed)
+def plan(p: Matmul) -> tuple[Geometry, WgmmaLinearTile] | Refusal:
+    """Return the launch of the kernel for a product, and its tile, or the reason to refuse."""
+    w, wanted = p.blocks[0] if p.blocks else None, operand(p.dtype, p.rounded)
+    head, multiple = 0 if w else p.head, head_multiple(p.operand)
+    in_order = ordered(p.operand) and (p.to_operand is None or ordered(p.to_operand))
+    refused = Refusal.first(
+        needs("has_wgmma", f": use {'linear and rope_append' if p.head else 'variant mma_tiles'}"),
+        (head and p.operand != wanted, f"terms of {p.operand}: expected {wanted}"),
+        (head % multiple, f"heads of {head} channels: expected a multiple of {multiple}"),
+        (not in_order, "takes and gives terms in the order of wgmma: use variant mma_tiles"),
+        (p.dtype == HI_LO, "takes no HiLoMatrix: use variant mma_tiles"),
+        (not w and p.K % BOX, f"K {p.K:,}: expected a multiple of {BOX}: use variant mma_tiles"),
+        (w and not (p.rounded and takes_blocks(w, p.head)),
+         f"w {w}: expected x rounded, and K in multiples of {UNIT}: pass floats"),
+        same_types(p.blocks),
+    )  # fmt: skip
+    if refused:
+        return refused
+    pair = 2 if p.head else 1
+    outputs = [n // pair for _, n in w.ranges] if w else [p.N // pair]
+    facts = p.M, tuple(outputs), p.K, p.dtype, p.up or p.head > 0, p.rounded
+    of = WgmmaProduct(*facts, *((w.tile, w.units, p.summed) if w else ()))
+    tile, max_shared = choose(of, **limits()), limits()["max_shared"]
+    chosen = geometry(of, tile, gated=p.up, to_operand=p.to_operand is not None, head=p.head)
+    if w or tile.rows == OPERAND_ROWS:  # with OPERAND_ROWS, two blocks per SM would be slower
+        most = tile.blocks if w else 1
+        chosen = chosen._replace(shared=shared_for_blocks(max_shared, most, chosen.shared))
+    return chosen, tile
 
 
 def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
@@ -342,13 +349,10 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     For GGUF types with minimums, a launch that sums chunks of x precedes the product, unless x is
     stored with the sums.
     """
-    head, in_blocks = epilogue.head, c.w.dtype == GGUF
-    p = _product(c, head)
-    max_shared = device_attribute("MaxSharedMemoryPerBlockOptin")
-    tile = choose(p, device_attribute("MultiProcessorCount"), max_shared)
+    p = Matmul.of(c)
+    launch_geometry, tile = accept(plan(p))
+    in_blocks, gated = c.w.dtype == GGUF, p.up
     c.check_addresses("x", "w", "up")
-    to_operand, gated = c.to_operand is not None, c.up is not None
-    launch_geometry = geometry(p, tile, gated=gated, to_operand=to_operand, head=head)
     before: tuple[Launch, ...] = ()
     defines: Defines = ()
     args = {"x": c.x, "bias": c.bias, "M": c.M, "N": c.N, "K": c.K}
@@ -359,17 +363,10 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
         args |= {name: m.data for name, m in matrices.items()}
         defines = range_defines(c.w)
     else:
-        box = (1, ROPE_BOX if head else tile.columns(p.two), LINE // c.w.data.itemsize)
+        box = (1, ROPE_BOX if p.head else tile.columns(gated), LINE // c.w.data.itemsize)
         for name, m in matrices.items():
             args[name] = tensor_map(m.data.reshape(1, m.N, m.K), box)
         args |= {"scale": c.w.scale, "up_scale": c.up.scale if gated else None}
     defines += gate_define(c.gelu) if gated else ()
-    shared = launch_geometry.shared
-    if in_blocks:
-        shared = shared_for_blocks(max_shared, tile.blocks, shared)
-    elif tile.rows == OPERAND_ROWS:  # all shared memory: two blocks per SM would be slower
-        shared = shared_for_blocks(max_shared, 1, shared)
     file = GGUF_FILE if in_blocks else FILE
-    launch_geometry = launch_geometry._replace(shared=shared)
-    product = epilogue.launch(file, launch_geometry, defines, args, c.w)
-    return (*before, product)
+    return (*before, epilogue.launch(file, launch_geometry, defines, args, c.w))

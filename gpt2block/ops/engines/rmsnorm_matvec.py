@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Literal
 
-from gpt2block.cuda.kernels import Geometry
+from gpt2block.cuda.kernels import Geometry, defines_of
 from gpt2block.ops.engines.rows import WARP, power_of_two
 
 FILE = "matmul/decode/rmsnorm_cores.cu"
@@ -64,15 +64,9 @@ def geometry(
     if row > max_shared:
         return None
     defines = (
-        ("MV_NK", int(layout == "NK")),
-        ("MV_ROWS", rows),
-        ("MV_X", x_width),
-        ("MV_WIDTH", width),
-        ("MV_UNROLL", min(unroll, ceil(K / step))),
-        ("MV_THREADS", threads),
-        ("MV_LANES", lanes),
-        ("MV_STRIPS", strips),
-        ("MV_HALF_SPLIT", int(halves)),
+        *defines_of(MV_NK=int(layout == "NK"), MV_ROWS=rows, MV_X=x_width, MV_WIDTH=width),
+        *defines_of(MV_UNROLL=min(unroll, ceil(K / step)), MV_THREADS=threads, MV_LANES=lanes),
+        *defines_of(MV_STRIPS=strips, MV_HALF_SPLIT=int(halves)),
     )
     columns = N if two else ceil(N / 2)
     kernel = "rmsnorm_ffn_matvec" if two else "rmsnorm_matvec"

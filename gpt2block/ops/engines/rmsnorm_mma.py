@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from gpt2block.cuda.kernels import Geometry, size_defines
+from gpt2block.cuda.kernels import Geometry, defines_of, size_defines
 from gpt2block.ops.products import count_tiles, room
 
 FILE = "matmul/prompt/rmsnorm_mma.cu"
@@ -90,13 +90,9 @@ def geometry(
     warps_m, warps_n, warps_k = chosen.warps
     defines = (
         *size_defines("MMA", chosen, "rows columns"),
-        ("MMA_WARPS_M", warps_m),
-        ("MMA_WARPS_N", warps_n),
-        ("MMA_WARPS_K", warps_k),
+        *defines_of(MMA_WARPS_M=warps_m, MMA_WARPS_N=warps_n, MMA_WARPS_K=warps_k),
         *size_defines("MMA", chosen, "slice stages blocks"),
-        ("MMA_W_NK", int(layout == "NK")),
-        ("MMA_NORM", int(norm)),
-        ("MMA_RESIDUAL", int(residual)),
+        *defines_of(MMA_W_NK=int(layout == "NK"), MMA_NORM=int(norm), MMA_RESIDUAL=int(residual)),
     )
     kernel = "rmsnorm_matmul_mma" if matrices == 1 else "rmsnorm_ffn_mma"
     shared = max(chosen.stages * _stage(chosen, weight, layout, norm, residual), _end(chosen))

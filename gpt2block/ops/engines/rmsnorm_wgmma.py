@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from gpt2block.cuda.arrays import CudaArray, device_attribute
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.arrays import CudaArray, multiprocessors
+from gpt2block.cuda.kernels import Geometry, Launch, defines_of, launch_at
 from gpt2block.cuda.tensor_maps import tensor_map
 from gpt2block.ops.engines.gemm_wgmma import (
     BUFFERS,
@@ -70,7 +70,7 @@ def launch(
     """
     K, N = n.shape[-1], out.shape[-1]
     M, count = n.size // K, len(matrices)
-    sms, head_dim = device_attribute("MultiProcessorCount"), turn[1] if turn else 0
+    sms, head_dim = multiprocessors(), turn[1] if turn else 0
     chosen, tile = geometry(count, M, N, K, layout=layout, turns=head_dim > 0, sms=sms)
     box = weight_box(tile, count, layout)
     maps = (
@@ -102,9 +102,8 @@ def geometry(
     columns = matrices * N
     tile = tile or choose_tile(tiles(matrices, layout), M, columns, K, True, sms)
     ends = (
-        ("GEMM_A_ROWS", rows_loaded(tile, M)),
-        ("NORM_W_NK", int(layout == "NK")),
-        ("NORM_TURNS", int(turns)),
+        *defines_of(GEMM_A_ROWS=rows_loaded(tile, M), NORM_W_NK=int(layout == "NK")),
+        *defines_of(NORM_TURNS=int(turns)),
     )
     kernel = "rmsnorm_matmul_wgmma" if matrices == 1 else "rmsnorm_ffn_wgmma"
     shared = shared_bytes(tile, 1, BUFFERS, tile.warpgroup[1] // tile.split_k)
