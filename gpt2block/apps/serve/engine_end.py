@@ -118,8 +118,7 @@ class EngineEnd:
         """End a call, or the sequences of a request, which get no more tokens."""
         if task := self._calls.get(number):
             task.cancel()
-        if left := [each for each in self.sequences.pop(number, ()) if not each.finish_reason]:
-            self._service.cancel(left)
+        self._service.cancel(self.sequences.pop(number, ()))
 
     def note(self, name: str, *arguments: object) -> None:
         getattr(self._host.metrics, name)(*arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,10 +70,9 @@ class Metrics:
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, buckets=TO_FIRST, registry=registry)
         requests = "Requests by path and status."
-        # Prometheus takes 10 µs to find a metric by its labels.
-        self._requests = cache(counter("gpt2block_requests", requests, ["path", "status"]).labels)
+        self._requests = counter("gpt2block_requests", requests, ["path", "status"])
         ready = "Until the answer, or its first part, is ready."
-        self._seconds = cache(seconds("gpt2block_request_seconds", ready, ["path"]).labels)
+        self._seconds = seconds("gpt2block_request_seconds", ready, ["path"])
         faults = "Mistakes of the server, which the log has, also in streams that had begun."
         self._faults = counter("gpt2block_faults", faults, ["path"])
         self._prompt = counter("gpt2block_prompt_tokens", "Tokens of prompts of accepted requests.")
@@ -90,8 +89,8 @@ class Metrics:
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """Record the status and duration of a request."""
-        self._requests(path, str(status)).inc()
-        self._seconds(path).observe(seconds)
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
 
     def fault(self, path: str) -> None:
         self._faults.labels(path).inc()

@@ -7,20 +7,13 @@ import heapq
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, pairwise
-from operator import attrgetter
 from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2block.engine.generation.prefixes import (
-    MIN_COPIED,
-    NOTHING,
-    HeldPrefix,
-    Prefixes,
-    min_shared,
-)
+from gpt2block.engine.generation.prefixes import MIN_COPIED, NOTHING, Prefixes, min_shared
 from gpt2block.engine.generation.scheduling import PIECE, PieceScheduler, SequenceScheduler
 from gpt2block.engine.generation.sequences import Ends, NewTokens, Sequences, TokenSequence, Tops
 from gpt2block.engine.grammars import Matcher
@@ -171,11 +164,10 @@ class Batch:
             return []  # no sequence is ready to decode
         self._new.add(self._decoding.next())
         sequences_of, taken = self._scheduler.sequences_of, self._new.ending
-        if self.firsts.any():
-            self.begun = sequences_of(self.latest[self.firsts].tolist())
+        self.begun = sequences_of(self.latest[self.firsts].tolist())
         if each_token:
-            held = map(attrgetter("held"), sequences_of(self.latest.tolist()))
-            taken = taken | ~np.fromiter(held, bool, len(self.latest))
+            held = np.array([each.held for each in sequences_of(self.latest.tolist())], bool)
+            taken = taken | ~held
         else:
             taken = taken | ((self.latest + next(self._steps)) % TURN == 0)
         updated, ended = [], []
@@ -283,22 +275,20 @@ class Batch:
         enough.
         """
         gains: dict[int, int] = {}  # {slot: prompt tokens that sequences save by waiting for it}
-        following: list[tuple[int, Start, TokenSequence]] = []
+        following: list[tuple[int, int, TokenSequence]] = []
         for slot, sequence in (*self._following.items(), *self._scheduler.place()):
-            start = sequence.start(slot)
-            done, coming = self._shared(sequence, start)
-            gain = coming.tokens - done.tokens  # tokens of the prefix that no slot has computed
+            leader, gain = self._leader(slot, sequence)
             if gain < MIN_COPIED:
-                self._start(start, sequence, done)
+                self._start(slot, sequence)
             else:
-                gains[coming.slot] = gains.get(coming.slot, 0) + gain
-                following.append((coming.slot, start, sequence))
+                gains[leader] = gains.get(leader, 0) + gain
+                following.append((leader, slot, sequence))
         self._following.clear()
-        for leader, start, sequence in following:
+        for leader, slot, sequence in following:
             if gains[leader] < self._min_shared:
-                self._start(start, sequence, self._shared(sequence, start)[0])
+                self._start(slot, sequence)
             else:
-                self._following[start.slot] = sequence
+                self._following[slot] = sequence
         if self._copies:
             self._copy()
 
@@ -307,20 +297,26 @@ class Batch:
         self._decoding.copy(self._copies)
         self._copies.clear()
 
-    def _shared(self, sequence: TokenSequence, start: Start) -> tuple[HeldPrefix, HeldPrefix]:
-        """Return the prompt's longest prefix that the sequence may reuse, as `Prefixes.longest`."""
-        if not self.reuses or (self._reuse and sequence.exact):
-            return NOTHING, NOTHING
-        return self._prefixes.longest(sequence, start.ids)
+    def _leader(self, slot: int, sequence: TokenSequence) -> tuple[int, int]:
+        """Return the slot that will hold a prompt's longest prefix, and the gain of waiting for it.
 
-    def _start(self, start: Start, sequence: TokenSequence, prefix: HeldPrefix) -> None:
+        The gain is the number of tokens of the prefix that no slot has computed yet.
+        """
+        if not self.reuses or (self._reuse and sequence.exact):
+            return NOTHING
+        done, coming = self._prefixes.longest(sequence, sequence.start(slot).ids)
+        return coming.slot, coming.tokens - done.tokens
+
+    def _start(self, slot: int, sequence: TokenSequence) -> None:
         """Queue a sequence's prompt, without first tokens whose keys and values a slot holds."""
-        slot = start.slot
+        start = sequence.start(slot)
         if self.reuses:
-            source, shared = prefix
+            (source, shared), _ = self._prefixes.longest(sequence, start.ids)
             if self._states and self._copies:
                 self._copy()  # `source` may wait for a copy; until then it has its earlier states
             sequence.reused = self._decoding.reusable(source, slot, shared)
+            if self._reuse and sequence.exact:
+                sequence.reused = 0
             if source != slot and sequence.reused < MIN_COPIED:
                 sequence.reused = 0
             elif source != slot or (self._states and sequence.reused):

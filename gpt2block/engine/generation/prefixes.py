@@ -92,9 +92,10 @@ class Prefixes:
         more than half as many.
         """
         done = coming = NOTHING
-        if not self._alike or self._key(sequence, ids[: self._least]) not in self._alike:
+        sizes = self._sizes(len(ids) - 1) if self._alike else []
+        if sizes and self._key(sequence, ids[: sizes[0]]) not in self._alike:
             return done, coming  # without the shortest prefix, no slot has a longer prefix
-        for n in reversed(self._sizes(len(ids) - 1)):
+        for n in reversed(sizes):
             slots = self._alike.get(self._key(sequence, ids[:n]), {})
             for slot, _ in zip(reversed(slots), range(MAX_COMPARED), strict=False):
                 held = self._of_slot[slot]
@@ -113,8 +114,7 @@ class Prefixes:
         A slot that would lose most of its tokens is avoided: the sequence gets a copy of its
         prefix.
         """
-        ids = sequence.start(free[0]).ids if sequence.tokens else sequence.prompt
-        (slot, tokens), _ = self.longest(sequence, ids)
+        (slot, tokens), _ = self.longest(sequence, sequence.start(free[0]).ids)
         if slot in free and 2 * tokens >= len(self._of_slot[slot].ids):
             return slot
         return next((each for each in free if each != slot), slot)
