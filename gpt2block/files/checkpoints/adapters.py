@@ -223,6 +223,6 @@ def _digest(factors: Mapping[str, tuple[Factors, ...]]) -> str:
     for matrix, terms in factors.items():
         for a, b, column in terms:
             digest.update(f"{matrix} {column} {a.shape} {b.shape}".encode())
-            digest.update(a.astype("<f4", copy=False).tobytes())
-            digest.update(b.astype("<f4", copy=False).tobytes())
+            for each in (a, b):
+                digest.update(each.astype("<f4", copy=False).tobytes())
     return digest.hexdigest()
