@@ -141,13 +141,13 @@ class TokenSequence:
         ends = self.ends
         bare = Ends(ends.max_new_tokens, ends.n_ctx, ends.truncate, (), ends.stop_ids, None)
         found = TokenSequence(self.prompt, self.sampling, None, bare, self.alternatives, self.rule)
-        found.held, found.exact = self.held, self.exact
+        found.held, found.exact, found.adapter = self.held, self.exact, self.adapter
         return found
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a result of `without_text`, in half the time of pickling its attributes."""
         given = self.sampling, None, self.ends, self.alternatives, self.rule
-        return _of_pickle, (self.prompt.tobytes(), given, self.held, self.exact)
+        return _of_pickle, (self.prompt.tobytes(), given, (self.held, self.exact, self.adapter))
 
     @cached_property
     def _text(self) -> Text:
@@ -317,10 +317,13 @@ class TokenSequence:
 Sequences = Sequence[TokenSequence]
 
 
-def _of_pickle(prompt: bytes, given: tuple[Any, ...], held: bool, exact: bool) -> TokenSequence:
-    """Return a sequence without tokens. prompt: bytes of its ids. given: its further arguments."""
+def _of_pickle(prompt: bytes, given: tuple[Any, ...], more: tuple[Any, ...]) -> TokenSequence:
+    """Return a sequence without tokens, with the attributes that `without_text` copies.
+
+    prompt: bytes of its ids. given: its further arguments. more: held, exact and adapter.
+    """
     found = TokenSequence(np.frombuffer(prompt, np.int32), *given)
-    found.held, found.exact = held, exact
+    found.held, found.exact, found.adapter = more
     return found
 
 
