@@ -194,35 +194,9 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, float par
     return s.token;
 }
 
-// Sums over the candidates of a list: masses of candidates with a larger key, and of all candidates.
-struct Sums {
-    u64 larger, total;
-};
-
-// Writes a key and a mass for each of `count` candidates; PARTS threads have the same arguments, those of a candidate,
-// and together compute its sums.
-__device__ __noinline__ Sums sums(Shared& s, int count, float key, u64 mass) {
-    const int own = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-    __syncthreads();
-    if (own < count && part == 0) s.list[own] = key, s.masses[own] = mass;
-    __syncthreads();
-    Sums found = {0, 0};
-    for (int i = part; i < count; i += PARTS) {
-        const u64 other = s.masses[i];
-        found.total += other;
-        found.larger += s.list[i] > key ? other : 0;
-    }
-#pragma unroll
-    for (int distance = 1; distance < PARTS; distance *= 2) {
-        found.total += __shfl_xor_sync(0xffffffffu, found.total, distance);
-        found.larger += __shfl_xor_sync(0xffffffffu, found.larger, distance);
-    }
-    return found;
-}
-
-// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens. A candidate is kept if
-// fewer than k tokens have a larger l, and if the masses of tokens with a larger l are less than the fraction p of all.
-__device__ __noinline__ void draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
+// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens, and returns NaN. A token
+// is kept if fewer than k tokens have a larger l, and if the masses of these tokens are less than the fraction p of all.
+__device__ __noinline__ float draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
     __syncthreads();
     if (RANKS > 1) release_to_cluster();  // this block has copied the candidates of the other blocks
     const int own = threadIdx.x / PARTS;
@@ -236,6 +210,7 @@ __device__ __noinline__ void draw_listed(const Row& row, Shared& s, int count, i
     if (own < count && threadIdx.x % PARTS == 0 && by_id.larger <= r && r < by_id.larger + mass) s.token = id;
     __syncthreads();
     if (RANKS > 1) acquire_from_cluster();
+    return __int_as_float(0x7fffffff);
 }
 
 // Returns the smallest l that top-k and top-p keep, or NaN if s.token is drawn already. largest: the largest l that the
@@ -257,12 +232,9 @@ __device__ __noinline__ float filter(const Row& row, Shared& s, int k, float p, 
             largest_ones.limit = found.digit + 1.0f;
         }
         if (enough) listed = gather(largest_ones, row, s);
-        if (listed <= LISTED) {
-            draw_listed(row, s, listed, k, p, part);
-            return __int_as_float(0x7fffffff);
-        }
+        if (listed <= LISTED) return draw_listed(row, s, listed, k, p, part);
+        // -inf if fewer than k tokens have a mass; then all tokens with a mass are kept
         among.cut = listed <= LIST ? select(false, row, s, listed, k) : min_kept(row, s, among, k, -1.0f);
-        // min_kept returns -inf if fewer than k tokens have a mass; then all tokens with a mass are kept.
     }
     return p < 1.0f ? min_kept(row, s, among, 0, p) : among.cut;
 }

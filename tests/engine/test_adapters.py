@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -207,6 +208,14 @@ def test_a_prefix_belongs_to_its_adapter(folders: dict[str, Path]) -> None:
         run.finish()
         reused.append(run.sequences[0].reused)
     assert reused == [0, 0, 0, 8, 8, 8]
+
+
+def test_a_sequence_takes_its_adapter_to_another_process(folders: dict[str, Path]) -> None:
+    base, a, b = folders.values()
+    engine = from_pretrained(base, "cpu", adapters={"a": a, "b": b}).engine
+    (sequence,) = Run(engine, None, np.arange(9), Options.of({"adapter": "b"})).sequences
+    copied = pickle.loads(pickle.dumps(sequence.without_text()))
+    assert copied.adapter == sequence.adapter == engine.adapters.named("b")
 
 
 def test_a_receipt_states_the_adapter(folders: dict[str, Path]) -> None:

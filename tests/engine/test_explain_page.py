@@ -296,7 +296,7 @@ def gemma3() -> Model[Any]:
     config = Gemma3Config(**{**vars(LLAMA), **own})
     halves = ((name, np.float16(array), kind) for name, array, kind in random_model(0, config))
     made: Model[Any] = Model.from_tensors(config, halves, "cpu", "float32")
-    vars(made.lookup)["_found"] = byte_encoding(end=False)
+    vars(made.lookup)["_loaded"] = byte_encoding(end=False)
     return made
 
 

@@ -398,11 +398,9 @@ class Server:
         try:
             yield template
         except RenderingTimeoutError:
-            limit = f"{1000 * TEMPLATE_SECONDS:,.0f} ms"
-            problem = (
-                f"messages: the chat template takes more than {limit}: expected fewer or shorter"
-            )
-            raise ApiError(413, problem, "messages") from None
+            problem = f"the chat template takes more than {1000 * TEMPLATE_SECONDS:,.0f} ms"
+            whole = f"messages: {problem}: expected fewer or shorter"
+            raise ApiError(413, whole, "messages") from None
         finally:
             self._templates.append(template)
 

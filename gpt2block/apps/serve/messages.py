@@ -187,8 +187,8 @@ class CountRequest(Body):
         found = list[JsonObject]()
         for message in (*system, *self.messages):
             first, content = len(found), message.content
-            blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
-            for block in blocks:
+            whole = TextBlock(type="text", text=content if isinstance(content, str) else "")
+            for block in [whole] if isinstance(content, str) else content or [whole]:
                 if isinstance(block, ToolResultBlock):
                     result = {"tool_call_id": block.tool_use_id, "content": _text(block.content)}
                     found.append({"role": "tool", **result})
@@ -203,8 +203,6 @@ class CountRequest(Body):
                 else:
                     before = found[-1].get("reasoning_content", "")
                     found[-1]["reasoning_content"] = before + block.thinking
-            if len(found) == first:
-                found.append({"role": message.role, "content": ""})
         return found
 
 

@@ -15,13 +15,12 @@ from gpt2block.apps.serve.protocol import ApiError, JsonObject
 from gpt2block.apps.serve.responses import ResponsesRequest
 
 MAX_OUTPUT_TOKENS = "max_output_tokens"  # reason of an answer that is incomplete
-# Names of Response's fields that repeat the request's
-REPEATED = (
-    "instructions", "max_output_tokens", "metadata", "tools", "user", "temperature", "top_p",
-    "parallel_tool_calls", "tool_choice", "top_logprobs",
-)  # fmt: skip
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True, "tool_choice": "auto",
-            "tools": [], "metadata": {}, "top_logprobs": 0}  # fmt: skip
+# Names of Response's fields that repeat the request's → values in place of null
+REPEATED: JsonObject = {
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "tools": [], "user": None,
+    "temperature": 1.0, "top_p": 1.0, "parallel_tool_calls": True, "tool_choice": "auto",
+    "top_logprobs": 0,
+}  # fmt: skip
 # Fields of Response that are always null, because this server does not support their purpose
 NULL = ("error", "incomplete_details", "usage", "completed_at", "conversation", "max_tool_calls",
         "previous_response_id", "prompt", "reasoning")  # fmt: skip
@@ -66,7 +65,6 @@ class ResponseSent(EventSent):
     """Converts the chat completion of a request to a response, or its chunks to events."""
 
     def __init__(self, request: ResponsesRequest, model: str) -> None:
-        repeated = {name: getattr(request, name) for name in REPEATED}
         self.result = {
             **{"id": _id("resp"), "object": "response", "created_at": int(time.time())},
             **{"status": "in_progress", "background": False, "model": model, "output": []},
@@ -74,8 +72,8 @@ class ResponseSent(EventSent):
                      "verbosity": "medium"},
             "truncation": "disabled",
             **dict.fromkeys(NULL),
-            **repeated,
-            **{name: value for name, value in DEFAULTS.items() if repeated[name] is None},
+            **{name: default if (value := getattr(request, name)) is None else value
+               for name, default in REPEATED.items()},
         }  # fmt: skip
         self._output: list[JsonObject] = []  # items, of which only the latest is in progress
         self._calls: dict[int, int] = {}  # index of a tool call → its place in the output

@@ -139,13 +139,10 @@ def _places(config: ModelConfig) -> dict[str, list[ModuleRows]]:
     naming, ends = naming_of(config), Counter[str]()
     found = defaultdict[str, list[ModuleRows]](list)
     for matrix, (_, N) in adaptable_shapes(config).items():
-        kind = matrix.rpartition(".")[2]
-        if matrix.startswith(DRAFTING) or config.file_spans(kind):
+        if matrix.startswith(DRAFTING) or config.file_spans(matrix.rpartition(".")[2]):
             continue
-        names, column = naming.in_file(matrix), 0
-        layer = int(matrix.split(".")[-2]) if len(names) > 1 else 0
-        counts = config.file_rows(kind, layer) if len(names) > 1 else (N,)
-        for name, count in zip(names, counts, strict=True):
+        column = 0
+        for name, count in naming.rows_in_file(matrix, N, config):
             module = name.removesuffix(".weight")
             found[module].append(ModuleRows(matrix, column, ends[module], count))
             column, ends[module] = column + count, ends[module] + count
@@ -223,6 +220,6 @@ def _digest(factors: Mapping[str, tuple[Factors, ...]]) -> str:
     for matrix, terms in factors.items():
         for a, b, column in terms:
             digest.update(f"{matrix} {column} {a.shape} {b.shape}".encode())
-            digest.update(a.astype("<f4", copy=False).tobytes())
-            digest.update(b.astype("<f4", copy=False).tobytes())
+            for each in (a, b):
+                digest.update(each.astype("<f4", copy=False).tobytes())
     return digest.hexdigest()

@@ -58,6 +58,13 @@ class Naming:
         h = self.last if self.last and ours.startswith(DRAFTING) else h.replace("h.", self.block, 1)
         return tuple(h + dot + name for name in self.names[ours if ours in self.names else kind])
 
+    def rows_in_file(self, ours: str, rows: int, config: ModelConfig) -> list[tuple[str, int]]:
+        """Return (name in the file, number of rows) of the tensors that hold `rows` of `ours`."""
+        names = self.in_file(ours)
+        if len(names) == 1:
+            return [(names[0], rows)]
+        return [*zip(names, config.file_rows(_kind(ours), int(ours.split(".")[-2])), strict=True)]
+
     def with_prefix(self, name: str) -> str:
         """Return a tensor's name with the prefix that `transformers` writes."""
         return name if name.startswith(("lm_head.", DRAFTING)) else self.prefix + name
@@ -87,12 +94,9 @@ class Naming:
         """
         found: dict[str, dict[str, Shape]] = {}
         for ours, shape in model_shapes(config).items():
-            names = self.in_file(ours)
             rows, *rest = self.shape_of(ours, shape)
-            layer = int(ours.split(".")[-2]) if len(names) > 1 else 0
-            counts = config.file_rows(_kind(ours), layer) if len(names) > 1 else (rows,)
             into = found.setdefault(self.first_of(ours), {})
-            for name, n in zip(names, counts, strict=True):
+            for name, n in self.rows_in_file(ours, rows, config):
                 into[name] = (n + into.get(name, (0,))[0], *rest)
         return found
 

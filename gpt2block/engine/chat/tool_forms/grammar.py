@@ -42,6 +42,7 @@ def lark(
         id = special(text)
         return json.dumps(text, ensure_ascii=False) if id is None else f"<[{id}]>"
 
+    several, thinks = parallel and form.many, thinking is not None
     texts = [each for each in form.begins if special(each) is None]
     tokens = [literal(each) for each in form.begins if each not in texts]
     text = NO_CALL if form.bare else ANY_TEXT
@@ -51,7 +52,7 @@ def lark(
         "begin": " | ".join(map(literal, form.begins)),
         "head": " | ".join(heads),
         "call": " | ".join(f"call_{index}" for index in range(len(tools))),
-        "body": _body(form, parallel and form.many, literal),
+        "body": _body(form, several, literal),
     }
     if texts:
         rules["text_begin[lazy]"] = f"{text} ({' | '.join(map(literal, texts))})"
@@ -63,13 +64,10 @@ def lark(
             rules[f"call_{index}"] = _call(form, name, f"%json {schema_text(schema)}", literal)
     either = format is not None and not required
     rules |= _thoughts(thinking, literal)
-    several, thinks = parallel and form.many, thinking is not None
-    rules["start"] = _start(form, required or either, several, thinks)
+    start = _start(form, required or either, several, thinks)
     if format is not None and either:
-        before = "thoughts " if thinks else ""
-        rules["start"] = f"{before}%json {schema_text(format)} | {rules['start']}"
-    if thinking and thinking.opened:
-        rules["start"] = f"thought ({rules['start']})"
+        start = f"{'thoughts ' * thinks}%json {schema_text(format)} | {start}"
+    rules["start"] = f"thought ({start})" if thinking and thinking.opened else start
     return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
 
