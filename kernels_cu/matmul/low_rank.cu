@@ -28,7 +28,8 @@
 // Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for
 // the previous kernel, a block that probably has rows loads the first rows and channels of a into registers and
 // prefetches the other factors into the L2 cache. After the wait, the loads of x depend on the sequences alone, as the
-// adapters of the sequences that rows have had before are loaded at the same time.
+// adapters of the sequences that rows have had before are loaded at the same time. The registers keep a over groups of
+// rows if K has one chunk.
 //
 // grid (tiles, adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
 #include "lib/common.cuh"
@@ -54,13 +55,16 @@
 #endif
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int TILE = THREADS;             // columns of a block, one per thread
-constexpr int BLOCK_ROWS = 64, ROWS = 8;  // rows of a block, and of a group
-constexpr int RANKS = 2;                  // rows of a that a warp multiplies together
-constexpr int CHUNK = 1024;               // channels of x in shared memory
-constexpr int VECTORS = CHUNK / 32 / LOW_RANK_WIDTH;  // of a lane, in a row of a and a chunk
-constexpr int LINE = 32;                              // floats per line of the cache
-constexpr int BLOCKS = LOW_RANK_WIDTH < 4 ? 1 : 2;     // of a multiprocessor: small vectors need more registers
+constexpr int TILE = THREADS;                                // columns of a block, one per thread
+constexpr int BLOCK_ROWS = 64, ROWS = 8;                     // rows of a block, and of a group
+constexpr int RANKS = 2;                                     // rows of a that a warp multiplies together
+constexpr int CHUNK = 1024;                                  // channels of x in shared memory
+constexpr int VECTORS = CHUNK / 32 / LOW_RANK_WIDTH;         // of a lane, in a row of a and a chunk
+constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH;  // values of x that a thread loads at once
+constexpr int EACH = CHUNK / THREADS / COPIED;               // loads of a thread, for a row and a chunk
+constexpr int TOGETHER = 2;                                  // rows of x that are loaded together
+constexpr int LINE = 32;                                     // floats per line of the cache
+constexpr int BLOCKS = LOW_RANK_WIDTH < 4 ? 1 : 2;           // of a multiprocessor: small vectors need more registers
 typedef Vec<float, LOW_RANK_WIDTH> Vector;
 
 struct Shared {
@@ -74,24 +78,30 @@ __device__ __forceinline__ void prefetch(const float* address) {
 #endif
 }
 
-// Loads the values k and k + 1 of row m, each as the sum of its terms. k is even.
+// Loads COPIED values of row m, from channel k on; or the words with the terms of two values, for even k.
 template <typename X>
-__device__ __forceinline__ void load_terms(const X* x, int m, int k, int M, int K, float* to) {
-    unsigned high, low = 0;
+__device__ __forceinline__ Vec<X, COPIED> load_values(const X* x, int m, int k, int M, int K) {
     if constexpr (LOW_RANK_STORED) {
         const unsigned* const words = reinterpret_cast<const unsigned*>(x);
         const long long place = operand_place(m, k, M, K);
-        high = __ldcg(words + place);
-        if (has_low()) low = __ldcg(words + low_place(place));
+        return {{__ldcg(words + place), has_low() ? __ldcg(words + low_place(place)) : 0}};
     } else {
-        float v[2];
-        load_fresh<X, 2>(x + (long long)m * K + k).unpack(v);
-        split_pair<LOW_RANK_TERMS>(v[0], v[1], 1.0f, high, low);
+        return load_fresh<X, COPIED>(x + (long long)m * K + k);
     }
-    float first[2], second[2];
-    if (LOW_RANK_TERMS == BF16_TERMS) unpack2_bf16(high, first), unpack2_bf16(low, second);
-    else unpack2_fp16(high, first), unpack2_fp16(low, second);
-    to[0] = first[0] + second[0], to[1] = first[1] + second[1];
+}
+
+// Converts the result of load_values to floats: with LOW_RANK_TERMS, to the sums of the values' terms.
+template <typename X>
+__device__ __forceinline__ void unpack_values(const Vec<X, COPIED>& loaded, float (&v)[COPIED]) {
+    loaded.unpack(v);
+    if constexpr (LOW_RANK_TERMS) {
+        unsigned high = __float_as_int(v[0]), low = __float_as_int(v[1]);
+        if constexpr (!LOW_RANK_STORED) split_pair<LOW_RANK_TERMS>(v[0], v[1], 1.0f, high, low);
+        float first[2], second[2];
+        if (LOW_RANK_TERMS == BF16_TERMS) unpack2_bf16(high, first), unpack2_bf16(low, second);
+        else unpack2_fp16(high, first), unpack2_fp16(low, second);
+        v[0] = first[0] + second[0], v[1] = first[1] + second[1];
+    }
 }
 
 // Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
@@ -166,26 +176,29 @@ __device__ __forceinline__ void add_terms(
         if (lane == 0) shared.found = before;
     }
     __syncthreads();
+    if (!early && shared.found) load_a(RANKS * warp, 0);
 
     for (int group = 0; group < shared.found; group += ROWS) {
         const int n = min(ROWS, shared.found - group);
         const int* const rows = shared.rows + group;
         for (int at = 0; at < K; at += CHUNK) {
             const int channels = min(CHUNK, K - at);
-            if (!early || group + at) load_a(RANKS * warp, at);
             __syncthreads();  // all warps have read x, and the h, of before
-            constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH, TOGETHER = LOW_RANK_TERMS ? 8 : 4;
-#pragma unroll TOGETHER
-            for (int i = threadIdx.x * COPIED; i < n * CHUNK; i += THREADS * COPIED) {
-                const int r = i / CHUNK, k = i % CHUNK;
-                if (k >= channels) continue;
-                if constexpr (LOW_RANK_TERMS) {
-                    load_terms(x, rows[r], at + k, M, K, &shared.x[r][k]);
-                    continue;
+            for (int from = 0; from < n; from += TOGETHER) {
+                Vec<X, COPIED> loaded[TOGETHER * EACH];
+#pragma unroll
+                for (int i = 0; i < TOGETHER * EACH; ++i) {
+                    const int r = from + i / EACH, k = (i % EACH * THREADS + threadIdx.x) * COPIED;
+                    if (r < n && k < channels) loaded[i] = load_values(x, rows[r], at + k, M, K);
                 }
-                float v[LOW_RANK_WIDTH];
-                load_fresh<X, LOW_RANK_WIDTH>(x + (long long)rows[r] * K + at + k).unpack(v);
-                Vector::store(&shared.x[r][k], v);
+#pragma unroll
+                for (int i = 0; i < TOGETHER * EACH; ++i) {
+                    const int r = from + i / EACH, k = (i % EACH * THREADS + threadIdx.x) * COPIED;
+                    if (r >= n) break;
+                    float v[COPIED] = {};  // x is 0 after K
+                    if (k < channels) unpack_values(loaded[i], v);
+                    Vec<float, COPIED>::store(&shared.x[r][k], v);
+                }
             }
             __syncthreads();
             for (int j = RANKS * warp; j < count; j += RANKS * WARPS) {
@@ -196,7 +209,6 @@ __device__ __forceinline__ void add_terms(
 #pragma unroll
                     for (int i = 0; i < VECTORS; ++i) {
                         const int k = (32 * i + lane) * LOW_RANK_WIDTH;
-                        if (k >= channels) break;
                         float own_x[LOW_RANK_WIDTH], v[LOW_RANK_WIDTH];
                         Vector{*reinterpret_cast<const Vector::Raw*>(&shared.x[r][k])}.unpack(own_x);
 #pragma unroll
@@ -208,7 +220,11 @@ __device__ __forceinline__ void add_terms(
                         }
                     }
                 }
-                load_a(j + RANKS * WARPS, at);
+                const bool same = j + RANKS * WARPS < count;  // the next rows of a have the same channels
+                const int then = same ? at : at + CHUNK < K ? at + CHUNK : 0;
+                if (same || then || (K > CHUNK || count > RANKS * WARPS) && group + ROWS < shared.found) {
+                    load_a(same ? j + RANKS * WARPS : RANKS * warp, then);
+                }
 #pragma unroll
                 for (int bit = 16; bit > 1; bit /= 2) {  // a lane keeps half of its sums, its partner the others
                     const bool upper = lane & bit;
