@@ -19,8 +19,9 @@
 // A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x
 // is copied to shared memory in chunks. A warp multiplies a chunk by RANKS rows of a: each lane adds products of every
 // 32nd vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result
-// h is in shared memory; it is 0 for the rows that a group lacks. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds
-// this sum to y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
+// h is in shared memory; it is 0 for the rows that a group lacks. Then a thread adds h b for one column of some rows,
+// in the order of the rows of b, and adds this sum to y. The order depends on K and the span alone, so a row has the
+// same bits next to any other rows.
 //
 // With LOW_RANK_TERMS, the values of x are the sums of their 16-bit terms, as the product has read them: x is stored as
 // terms if there are many rows, else as floats, and a row has the same bits in both cases.
@@ -135,7 +136,7 @@ __device__ __forceinline__ void add_terms(
     };
     const auto adapter_of = [&](int r) { return r >= 0 && r < B ? __ldcg(adapter + r) : -1; };
 
-    int guess[BLOCK_ROWS / 32];  // sequences that rows have had lately: no result depends on them
+    int guess[BLOCK_ROWS / 32];  // sequences that rows have had before: no result depends on them
     bool used = false;
     if (warp == 0) {
 #pragma unroll
@@ -195,7 +196,7 @@ __device__ __forceinline__ void add_terms(
                 for (int i = 0; i < TOGETHER * EACH; ++i) {
                     const int r = from + i / EACH, k = (i % EACH * THREADS + threadIdx.x) * COPIED;
                     if (r >= n) break;
-                    float v[COPIED] = {};  // x is 0 after K
+                    float v[COPIED] = {};  // x is 0 after K, where a repeats its last values
                     if (k < channels) unpack_values(loaded[i], v);
                     Vec<float, COPIED>::store(&shared.x[r][k], v);
                 }
