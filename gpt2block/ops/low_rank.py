@@ -15,7 +15,7 @@ from gpt2block.ops.operation import Operation, variant
 
 FILE = "matmul/low_rank.cu"
 # Constants of the kernel, which calls COLUMNS TILE
-COLUMNS, THREADS, BLOCK_ROWS, ROWS, RANKS, CHUNK = 256, 256, 64, 8, 4, 1024
+COLUMNS, THREADS, BLOCK_ROWS, ROWS, RANKS, CHUNK = 256, 256, 64, 8, 2, 1024
 KERNELS = {  # names by whether x and y are float32
     (True, True): "add_low_rank",
     (False, False): "add_low_rank_narrow",

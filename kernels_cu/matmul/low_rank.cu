@@ -19,14 +19,18 @@
 // A block finds the rows that have its adapter, and computes ROWS of them together, each as if it were alone. Their x
 // is copied to shared memory in chunks. A warp multiplies a chunk by RANKS rows of a: each lane adds products of every
 // 32nd vector in their order, shuffles add the sums of the lanes, and the sums of chunks are added in order. The result
-// h is in shared memory. Then a thread adds h b for one column of some rows, in the order of the rows of b, and adds
-// this sum to y. The order depends on K and the span alone, so a row has the same bits next to any other rows.
+// h is in shared memory; it is 0 for the rows that a group lacks. Then a thread adds h b for one column of some rows,
+// in the order of the rows of b, and adds this sum to y. The order depends on K and the span alone, so a row has the
+// same bits next to any other rows.
 //
 // With LOW_RANK_TERMS, the values of x are the sums of their 16-bit terms, as the product has read them: x is stored as
 // terms if there are many rows, else as floats, and a row has the same bits in both cases.
 //
 // Every block of an adapter computes the same h. This repeats few operations and saves a launch. Before the wait for
-// the previous kernel, a block that probably has rows prefetches its factors into the L2 cache.
+// the previous kernel, a block that probably has rows loads the first rows and channels of a into registers and
+// prefetches the other factors into the L2 cache. After the wait, the loads of x depend on the sequences alone, as the
+// adapters of the sequences that rows have had before are loaded at the same time. The registers keep a over groups of
+// rows if K has one chunk.
 //
 // grid (tiles, adapters, ceil(M / BLOCK_ROWS)), block (THREADS).
 #include "lib/common.cuh"
@@ -52,11 +56,16 @@
 #endif
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int TILE = THREADS;             // columns of a block, one per thread
-constexpr int BLOCK_ROWS = 64, ROWS = 8;  // rows of a block, and of a group
-constexpr int RANKS = 4;                  // rows of a that a warp multiplies together
-constexpr int CHUNK = 1024;               // channels of x in shared memory
-constexpr int LINE = 32;                  // floats per line of the cache
+constexpr int TILE = THREADS;                                // columns of a block, one per thread
+constexpr int BLOCK_ROWS = 64, ROWS = 8;                     // rows of a block, and of a group
+constexpr int RANKS = 2;                                     // rows of a that a warp multiplies together
+constexpr int CHUNK = 1024;                                  // channels of x in shared memory
+constexpr int VECTORS = CHUNK / 32 / LOW_RANK_WIDTH;         // of a lane, in a row of a and a chunk
+constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH;  // values of x that a thread loads at once
+constexpr int EACH = CHUNK / THREADS / COPIED;               // loads of a thread, for a row and a chunk
+constexpr int TOGETHER = 2;                                  // rows of x that are loaded together
+constexpr int LINE = 32;                                     // floats per line of the cache
+constexpr int BLOCKS = LOW_RANK_WIDTH < 4 ? 1 : 2;           // of a multiprocessor: small vectors need more registers
 typedef Vec<float, LOW_RANK_WIDTH> Vector;
 
 struct Shared {
@@ -70,24 +79,30 @@ __device__ __forceinline__ void prefetch(const float* address) {
 #endif
 }
 
-// Loads the values k and k + 1 of row m, each as the sum of its terms. k is even.
+// Loads COPIED values of row m, from channel k on; or the words with the terms of two values, for even k.
 template <typename X>
-__device__ __forceinline__ void load_terms(const X* x, int m, int k, int M, int K, float* to) {
-    unsigned high, low = 0;
+__device__ __forceinline__ Vec<X, COPIED> load_values(const X* x, int m, int k, int M, int K) {
     if constexpr (LOW_RANK_STORED) {
         const unsigned* const words = reinterpret_cast<const unsigned*>(x);
         const long long place = operand_place(m, k, M, K);
-        high = __ldcg(words + place);
-        if (has_low()) low = __ldcg(words + low_place(place));
+        return {{__ldcg(words + place), has_low() ? __ldcg(words + low_place(place)) : 0}};
     } else {
-        float v[2];
-        load_fresh<X, 2>(x + (long long)m * K + k).unpack(v);
-        split_pair<LOW_RANK_TERMS>(v[0], v[1], 1.0f, high, low);
+        return load_fresh<X, COPIED>(x + (long long)m * K + k);
     }
-    float first[2], second[2];
-    if (LOW_RANK_TERMS == BF16_TERMS) unpack2_bf16(high, first), unpack2_bf16(low, second);
-    else unpack2_fp16(high, first), unpack2_fp16(low, second);
-    to[0] = first[0] + second[0], to[1] = first[1] + second[1];
+}
+
+// Converts the result of load_values to floats: with LOW_RANK_TERMS, to the sums of the values' terms.
+template <typename X>
+__device__ __forceinline__ void unpack_values(const Vec<X, COPIED>& loaded, float (&v)[COPIED]) {
+    loaded.unpack(v);
+    if constexpr (LOW_RANK_TERMS) {
+        unsigned high = __float_as_int(v[0]), low = __float_as_int(v[1]);
+        if constexpr (!LOW_RANK_STORED) split_pair<LOW_RANK_TERMS>(v[0], v[1], 1.0f, high, low);
+        float first[2], second[2];
+        if (LOW_RANK_TERMS == BF16_TERMS) unpack2_bf16(high, first), unpack2_bf16(low, second);
+        else unpack2_fp16(high, first), unpack2_fp16(low, second);
+        v[0] = first[0] + second[0], v[1] = first[1] + second[1];
+    }
 }
 
 // Adds the terms of adapter blockIdx.y to a tile of columns of up to BLOCK_ROWS rows.
@@ -106,12 +121,34 @@ __device__ __forceinline__ void add_terms(
     a += (long long)first * K;
     b += (long long)first * columns;
 
-    bool used = false;  // whether a row has had the adapter lately: no result depends on it
-    if (begin + threadIdx.x < end) {
-        const int r = load_racing(row + begin + threadIdx.x);
-        used = r >= 0 && r < B && load_racing(adapter + r) == own;
+    Vector held[VECTORS][RANKS];  // a chunk of the rows of a that the warp multiplies next
+    const auto load_a = [&](int j, int at) {
+        if (j >= count) return;
+#pragma unroll
+        for (int p = 0; p < RANKS; ++p) {  // rows after the span repeat its last one
+            const float* const from = a + (long long)min(j + p, count - 1) * K + at;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                const int k = min((32 * i + lane) * LOW_RANK_WIDTH, K - at - LOW_RANK_WIDTH);
+                held[i][p] = load_parameters<LOW_RANK_WIDTH>(from + k);
+            }
+        }
+    };
+    const auto adapter_of = [&](int r) { return r >= 0 && r < B ? __ldcg(adapter + r) : -1; };
+
+    int guess[BLOCK_ROWS / 32];  // sequences that rows have had before: no result depends on them
+    bool used = false;
+    if (warp == 0) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_ROWS / 32; ++i) {
+            const int m = begin + 32 * i + lane;
+            guess[i] = m < end ? load_racing(row + m) : -1;
+            used |= guess[i] >= 0 && guess[i] < B && load_racing(adapter + guess[i]) == own;
+        }
     }
-    if (__syncthreads_or(used)) {
+    const bool early = __syncthreads_or(used) && count > 0;
+    if (early) {
+        load_a(RANKS * warp, 0);
         for (int i = threadIdx.x * LINE; i < count * K; i += THREADS * LINE) prefetch(a + i);
         for (int j = warp; j < count; j += WARPS) {
             const int n = blockIdx.x * TILE + lane * LINE;
@@ -122,17 +159,25 @@ __device__ __forceinline__ void add_terms(
     wait_for_previous();
     if (count == 0) return;
     if (warp == 0) {
-        int before = 0;
-        for (int m = begin + lane; m < begin + BLOCK_ROWS; m += 32) {
-            const int r = m < end ? __ldcg(row + m) : -1;
-            const bool has = r >= 0 && r < B && __ldcg(adapter + r) == own;
-            const unsigned votes = __ballot_sync(0xffffffffu, has);
-            if (has) shared.rows[before + __popc(votes & ((1u << lane) - 1))] = m;
+        int before = 0, sequence[BLOCK_ROWS / 32], number[BLOCK_ROWS / 32];
+#pragma unroll
+        for (int i = 0; i < BLOCK_ROWS / 32; ++i) {
+            const int m = begin + 32 * i + lane;
+            sequence[i] = m < end ? __ldcg(row + m) : -1;
+            number[i] = adapter_of(guess[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_ROWS / 32; ++i) {
+            if (sequence[i] != guess[i]) number[i] = adapter_of(sequence[i]);
+            const unsigned votes = __ballot_sync(0xffffffffu, number[i] == own);
+            const int place = before + __popc(votes & ((1u << lane) - 1));
+            if (number[i] == own) shared.rows[place] = begin + 32 * i + lane;
             before += __popc(votes);
         }
         if (lane == 0) shared.found = before;
     }
     __syncthreads();
+    if (!early && shared.found) load_a(RANKS * warp, 0);
 
     for (int group = 0; group < shared.found; group += ROWS) {
         const int n = min(ROWS, shared.found - group);
@@ -140,53 +185,65 @@ __device__ __forceinline__ void add_terms(
         for (int at = 0; at < K; at += CHUNK) {
             const int channels = min(CHUNK, K - at);
             __syncthreads();  // all warps have read x, and the h, of before
-            constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH;
-#pragma unroll 4
-            for (int i = threadIdx.x * COPIED; i < n * CHUNK; i += THREADS * COPIED) {
-                const int r = i / CHUNK, k = i % CHUNK;
-                if (k >= channels) continue;
-                if constexpr (LOW_RANK_TERMS) {
-                    load_terms(x, rows[r], at + k, M, K, &shared.x[r][k]);
-                    continue;
+            for (int from = 0; from < n; from += TOGETHER) {
+                Vec<X, COPIED> loaded[TOGETHER * EACH];
+#pragma unroll
+                for (int i = 0; i < TOGETHER * EACH; ++i) {
+                    const int r = from + i / EACH, k = (i % EACH * THREADS + threadIdx.x) * COPIED;
+                    if (r < n && k < channels) loaded[i] = load_values(x, rows[r], at + k, M, K);
                 }
-                float v[LOW_RANK_WIDTH];
-                load_fresh<X, LOW_RANK_WIDTH>(x + (long long)rows[r] * K + at + k).unpack(v);
-                Vector::store(&shared.x[r][k], v);
+#pragma unroll
+                for (int i = 0; i < TOGETHER * EACH; ++i) {
+                    const int r = from + i / EACH, k = (i % EACH * THREADS + threadIdx.x) * COPIED;
+                    if (r >= n) break;
+                    float v[COPIED] = {};  // x is 0 after K, where a repeats its last values
+                    if (k < channels) unpack_values(loaded[i], v);
+                    Vec<float, COPIED>::store(&shared.x[r][k], v);
+                }
             }
             __syncthreads();
             for (int j = RANKS * warp; j < count; j += RANKS * WARPS) {
-                float sums[RANKS][ROWS] = {};
-#pragma unroll 2
-                for (int k = lane * LOW_RANK_WIDTH; k < channels; k += 32 * LOW_RANK_WIDTH) {
-                    float v[RANKS][LOW_RANK_WIDTH], own_x[LOW_RANK_WIDTH];
+                float sums[RANKS * ROWS] = {};
 #pragma unroll
-                    for (int p = 0; p < RANKS; ++p) {  // rows after the span repeat its last one
-                        Vector::load(a + (long long)min(j + p, count - 1) * K + at + k).unpack(v[p]);
-                    }
+                for (int r = 0; r < ROWS; ++r) {
+                    if (r >= n) break;
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r) {
-                        if (r >= n) break;
+                    for (int i = 0; i < VECTORS; ++i) {
+                        const int k = (32 * i + lane) * LOW_RANK_WIDTH;
+                        float own_x[LOW_RANK_WIDTH], v[LOW_RANK_WIDTH];
                         Vector{*reinterpret_cast<const Vector::Raw*>(&shared.x[r][k])}.unpack(own_x);
 #pragma unroll
-                        for (int e = 0; e < RANKS * LOW_RANK_WIDTH; ++e) {
-                            const int p = e / LOW_RANK_WIDTH, c = e % LOW_RANK_WIDTH;
-                            sums[p][r] = fmaf(own_x[c], v[p][c], sums[p][r]);
+                        for (int p = 0; p < RANKS; ++p) {
+                            float& sum = sums[p * ROWS + r];
+                            held[i][p].unpack(v);
+#pragma unroll
+                            for (int c = 0; c < LOW_RANK_WIDTH; ++c) sum = fmaf(own_x[c], v[c], sum);
                         }
                     }
                 }
-#pragma unroll
-                for (int e = 0; e < RANKS * ROWS; ++e) {
-                    const int p = e % RANKS, r = e / RANKS;
-                    if (r >= n) break;
-                    const float sum = lanes_sum<32>(sums[p][r]);
-                    if (lane == 0) shared.h[j + p][r] = at ? shared.h[j + p][r] + sum : sum;
+                const bool same = j + RANKS * WARPS < count;  // the next rows of a have the same channels
+                const int then = same ? at : at + CHUNK < K ? at + CHUNK : 0;
+                if (same || then || (K > CHUNK || count > RANKS * WARPS) && group + ROWS < shared.found) {
+                    load_a(same ? j + RANKS * WARPS : RANKS * warp, then);
                 }
+#pragma unroll
+                for (int bit = 16; bit > 1; bit /= 2) {  // a lane keeps half of its sums, its partner the others
+                    const bool upper = lane & bit;
+#pragma unroll
+                    for (int e = 0; e < bit / 2; ++e) {
+                        const float low = sums[e], high = sums[e + bit / 2];
+                        sums[e] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
+                    }
+                }
+                const float sum = lanes_sum<2>(sums[0]);
+                float& h = shared.h[j][lane / 2];  // of rank j + lane / 16 and row lane / 2 % 8
+                if (lane % 2 == 0) h = at ? h + sum : sum;
             }
         }
         __syncthreads();
         if (column >= columns) continue;
         Y* const out = LOW_RANK_UP && column >= N ? up + column - N : y + column;
-        float sums[ROWS] = {}, old[ROWS] = {};
+        float old[ROWS], sums[ROWS] = {};
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r < n) old[r] = widen(out[(long long)rows[r] * N]);
@@ -196,7 +253,7 @@ __device__ __forceinline__ void add_terms(
             const float v = __ldg(b + (long long)j * columns + column);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                if (r < n) sums[r] = fmaf(shared.h[j][r], v, sums[r]);
+                if (r / 4 * 4 < n) sums[r] = fmaf(shared.h[j][r], v, sums[r]);  // h of rows after n is 0
             }
         }
 #pragma unroll
@@ -207,7 +264,7 @@ __device__ __forceinline__ void add_terms(
 }
 
 // Launched by operation (variant): add_low_rank (terms)
-extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) add_low_rank(
     const float* x,               // (M, K)
     const float* __restrict__ a,  // (R, K)
     const float* __restrict__ b,  // (R, N), or (R, 2N)
@@ -221,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank(
 }
 
 // Launched by operation (variant): add_low_rank (terms)
-extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_narrow(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) add_low_rank_narrow(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
     const float* __restrict__ b,  // (R, N), or (R, 2N)
@@ -235,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_narrow(
 }
 
 // Launched by operation (variant): add_low_rank (terms)
-extern "C" __global__ void __launch_bounds__(THREADS, 2) add_low_rank_mixed(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) add_low_rank_mixed(
     const T* x,                   // (M, K)
     const float* __restrict__ a,  // (R, K)
     const float* __restrict__ b,  // (R, N), or (R, 2N)
