@@ -346,32 +346,6 @@ __device__ __noinline__ float select(bool masses, const Row& row, Shared& s, int
     return s.cut;
 }
 
-// Sums over the candidates of a list: masses of candidates with a larger key, and of all candidates.
-struct Sums {
-    u64 larger, total;
-};
-
-// Writes a key and a mass for each of `count` candidates; PARTS threads have the same arguments, those of a candidate,
-// and together compute its sums.
-__device__ __noinline__ Sums sums(Shared& s, int count, float key, u64 mass) {
-    const int own = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-    __syncthreads();
-    if (own < count && part == 0) s.list[own] = key, s.masses[own] = mass;
-    __syncthreads();
-    Sums found = {0, 0};
-    for (int i = part; i < count; i += PARTS) {
-        const u64 other = s.masses[i];
-        found.total += other;
-        found.larger += s.list[i] > key ? other : 0;
-    }
-#pragma unroll
-    for (int distance = 1; distance < PARTS; distance *= 2) {
-        found.total += __shfl_xor_sync(0xffffffffu, found.total, distance);
-        found.larger += __shfl_xor_sync(0xffffffffu, found.larger, distance);
-    }
-    return found;
-}
-
 // Returns a rank for l, as an unsigned integer: a larger l has a smaller rank.
 __device__ __forceinline__ unsigned rank_of(float l) {
     const int bits = __float_as_int(l);

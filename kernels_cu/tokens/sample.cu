@@ -194,6 +194,29 @@ __device__ __noinline__ int draw(const Row& row, Shared& s, float cut, float par
     return s.token;
 }
 
+// Sums over the candidates of a list: masses of candidates with a larger key, and of all candidates.
+struct Sums { u64 larger, total; };
+
+// Writes a key and a mass for each of `count` candidates; PARTS threads have the same arguments, those of a candidate,
+// and together compute its sums.
+__device__ __noinline__ Sums sums(Shared& s, int count, float key, u64 mass) {
+    const int own = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    __syncthreads();
+    if (own < count && part == 0) s.list[own] = key, s.masses[own] = mass;
+    __syncthreads();
+    Sums found = {0, 0};
+    for (int i = part; i < count; i += PARTS) {
+        found.total += s.masses[i];
+        if (s.list[i] > key) found.larger += s.masses[i];
+    }
+#pragma unroll
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        found.total += __shfl_xor_sync(0xffffffffu, found.total, distance);
+        found.larger += __shfl_xor_sync(0xffffffffu, found.larger, distance);
+    }
+    return found;
+}
+
 // Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens, and returns NaN. A token
 // is kept if fewer than k tokens have a larger l, and if the masses of these tokens are less than the fraction p of all.
 __device__ __noinline__ float draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
