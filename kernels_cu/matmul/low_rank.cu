@@ -60,12 +60,12 @@ constexpr int TILE = THREADS;                                // columns of a blo
 constexpr int BLOCK_ROWS = 64, ROWS = 8;                     // rows of a block, and of a group
 constexpr int RANKS = 2;                                     // rows of a that a warp multiplies together
 constexpr int CHUNK = 1024;                                  // channels of x in shared memory
-constexpr int VECTORS = CHUNK / 32 / LOW_RANK_WIDTH;         // of a lane, in a row of a and a chunk
+constexpr int VECTORS = CHUNK / 32 / LOW_RANK_WIDTH;         // vectors of a lane, in a row of a and a chunk
 constexpr int COPIED = LOW_RANK_TERMS ? 2 : LOW_RANK_WIDTH;  // values of x that a thread loads at once
 constexpr int EACH = CHUNK / THREADS / COPIED;               // loads of a thread, for a row and a chunk
 constexpr int TOGETHER = 2;                                  // rows of x that are loaded together
 constexpr int LINE = 32;                                     // floats per line of the cache
-constexpr int BLOCKS = LOW_RANK_WIDTH < 4 ? 1 : 2;           // of a multiprocessor: small vectors need more registers
+constexpr int BLOCKS = LOW_RANK_WIDTH < 4 ? 1 : 2;           // blocks per multiprocessor: small vectors need registers
 typedef Vec<float, LOW_RANK_WIDTH> Vector;
 
 struct Shared {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void add_terms(
                     }
                 }
                 const float sum = lanes_sum<2>(sums[0]);
-                float& h = shared.h[j][lane / 2];  // of rank j + lane / 16 and row lane / 2 % 8
+                float& h = shared.h[j][lane / 2];  // its rank is j + lane / 16, its row lane / 2 % 8
                 if (lane % 2 == 0) h = at ? h + sum : sum;
             }
         }
