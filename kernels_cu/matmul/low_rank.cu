@@ -236,7 +236,7 @@ __device__ __forceinline__ void add_terms(
                     }
                 }
                 const float sum = lanes_sum<2>(sums[0]);
-                float& h = shared.h[j][lane / 2];  // its rank is j + lane / 16, its row lane / 2 % 8
+                float& h = shared.h[j][lane / 2];  // h of rank j + lane / 16 and of row lane / 2 % 8
                 if (lane % 2 == 0) h = at ? h + sum : sum;
             }
         }

@@ -217,8 +217,8 @@ __device__ __noinline__ Sums sums(Shared& s, int count, float key, u64 mass) {
     return found;
 }
 
-// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens, and returns NaN. A token
-// is kept if fewer than k tokens have a larger l, and if the masses of these tokens are less than the fraction p of all.
+// Draws one of the `count` candidates in s.list, at most LISTED, as draw() does for all tokens. Returns NaN. A token is
+// kept if fewer than k tokens have a larger l, and if the masses of these are less than the fraction p of all masses.
 __device__ __noinline__ float draw_listed(const Row& row, Shared& s, int count, int k, float p, float part) {
     __syncthreads();
     if (RANKS > 1) release_to_cluster();  // this block has copied the candidates of the other blocks
