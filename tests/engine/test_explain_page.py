@@ -39,7 +39,7 @@ LAYER = 2
 BUTTONS = "button:not([hidden]), input, select, canvas[tabindex], pre"
 ARGUMENTS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-    "--force-prefers-reduced-motion", "--disable-threaded-compositing",
+    "--force-prefers-reduced-motion",
 )  # fmt: skip
 
 
