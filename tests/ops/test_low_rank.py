@@ -15,7 +15,7 @@ from gpt2block.ops.operands import Operand
 from tests.ops.test_every_operation import on_devices
 from tests.plain import normal
 
-RANKS = 3, 8, 19, 1  # of each adapter; the first one has another rank for later columns
+RANKS = 3, 8, 19, 1  # ranks of adapters; the first adapter has another rank for later columns
 DTYPES = (
     ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"),
     ("float32", "bfloat16"),
