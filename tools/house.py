@@ -45,14 +45,13 @@ PROMPTS = [1, 2, 3], [4, 5], [6]
 class Way:
     """Counts of the calls while a walk is recorded."""
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.calls = self.changes = 0
-        self._last: dict[int, str] = {}  # file of the latest call of each thread
-        self._follows = False
+    _follows = False
 
     @contextmanager
     def following(self) -> Iterator[None]:
+        self.files: set[str] = set()
+        self.calls = self.changes = 0
+        self._last: dict[int, str] = {}  # file of the latest call of each thread
         self._follows = True
         try:
             yield
@@ -130,9 +129,10 @@ def of_check() -> Iterator[tuple[str, str]]:
 
 
 def of_http() -> Iterator[tuple[str, str]]:
-    """Record the second of two completions of one token: the first one does late imports.
+    """Record completions of one token after a first one, which does late imports.
 
-    Each one ends when the engine's thread waits for the next request.
+    Each one ends when the engine's thread waits for the next request. The result is the longest
+    of five: a connection may close after its completion's end.
     """
     import gpt2block  # noqa: PLC0415
     from gpt2block.apps.serve.engine_host import EngineHost  # noqa: PLC0415
@@ -154,10 +154,13 @@ def of_http() -> Iterator[tuple[str, str]]:
         while not host.service._changed._waiters:
             time.sleep(0.001)
 
+    def recorded() -> tuple[int, int, str]:
+        with way.following():
+            complete()
+        return len(way.files), way.calls, str(way)
+
     complete()
-    with way.following():
-        complete()
-    yield "one token", str(way)
+    yield "one token", max(recorded() for _ in range(5))[-1]
 
 
 WALKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
