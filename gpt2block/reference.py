@@ -10,7 +10,7 @@ contract in its line, and raises InputError.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -605,6 +605,124 @@ def add_low_rank(
             if up is not None:
                 up[rows] += terms[:, N:]
     return y
+
+
+@takes("x f32 M C; router f32 E C; bias? f32 E -> routes f32 M 2*n_used")
+def route(
+    x: Array,
+    router: Array,
+    bias: Array | None = None,
+    *,
+    n_used: int,
+    sigmoid: bool = False,
+    normed: bool = False,
+    factor: float = 1.0,
+) -> Array:
+    """Choose n_used of E experts for each row, and return their numbers and their weights.
+
+    x (M, C), router (E, C), bias (E,) or None → (M, 2 n_used): the numbers of a row's experts, as
+    floats, then their weights. The scores of a row are softmax(x routerᵀ), or with `sigmoid` the
+    sigmoid of each. The row chooses the highest scores plus bias, in descending order; of equal
+    ones, the expert with the lower number is first. A weight is the expert's score, without bias;
+    with `normed`, the weights of a row are divided by their sum; finally they are multiplied by
+    `factor`. Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); for sigmoid and
+    bias, DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024).
+    """
+    check_integer("n_used", n_used, 1, len(router), f"1 to {len(router)}, the number of experts")
+    logits = x @ router.T
+    if sigmoid:
+        with np.errstate(over="ignore"):  # an infinite exp(-x) correctly gives 0
+            scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = unchecked(softmax)(logits)
+    order = np.argsort(-(scores if bias is None else scores + bias), axis=-1, kind="stable")
+    chosen = order[:, :n_used]
+    weights = np.take_along_axis(scores, chosen, axis=-1)
+    if normed:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return np.concatenate([chosen.astype(x.dtype), weights * x.dtype.type(factor)], axis=-1)
+
+
+@takes("routes f32 M R -> tiles i32 min(M*R//2,M*R//2//rows+n_expert) 1+rows")
+def expert_tiles(routes: Array, n_expert: int, rows: int) -> NDArray[np.int32]:
+    """Sort the choices of all rows by expert, and divide them into tiles of one expert each.
+
+    routes (M, 2 K): as `route` returns them. Choice k of row m has the number m K + k. → (T, 1 +
+    rows), T the most tiles that there can be: a tile has the number of its expert, and the numbers
+    of up to `rows` of the choices of this expert, in ascending order; -1 stands for a missing one.
+    Tiles are in ascending order of experts. All numbers of a tile after the last one are -1.
+    """
+    chosen = routes[:, : routes.shape[1] // 2].ravel()
+    most = min(len(chosen), len(chosen) // rows + n_expert)
+    tiles, n = np.full((most, 1 + rows), -1, np.int32), 0
+    for expert in range(n_expert):
+        of_expert = np.flatnonzero(chosen == expert)
+        for first in range(0, len(of_expert), rows):
+            own = of_expert[first : first + rows]
+            tiles[n, 0], tiles[n, 1 : 1 + len(own)], n = expert, own, n + 1
+    return tiles
+
+
+@takes("x f32 M K; w_gate w_up rows K N; tiles i32 T R -> out f32 M*n_used N//n_expert")
+def experts_gated(
+    x: Array,
+    w_gate: Matrix,
+    w_up: Matrix,
+    tiles: Integers,
+    n_expert: int,
+    n_used: int,
+    gelu: bool = False,
+) -> Array:
+    """Compute silu(x w_gate) · (x w_up), or GELU, with the columns of each row's chosen experts.
+
+    x (M, K), w_gate and w_up (K, n_expert H), of which expert e has the columns e H to
+    (e + 1) H - 1, tiles as `expert_tiles` returns them → (M n_used, H): row m n_used + k has choice
+    k of row m.
+    """
+    gate, up = _matrix(w_gate, x), _matrix(w_up, x)
+    H = gate.shape[1] // n_expert
+    out = np.zeros((len(x) * n_used, H), x.dtype)
+    for expert, choices in _by_expert(tiles):
+        own, rows = slice(expert * H, (expert + 1) * H), x[choices // n_used]
+        out[choices] = unchecked(silu_mul)(rows @ gate[:, own], rows @ up[:, own], gelu)
+    return out
+
+
+@takes("h f32 P K; w_down rows K N; tiles i32 T R -> out f32 P N//n_expert")
+def experts_down(h: Array, w_down: Matrix, tiles: Integers, n_expert: int) -> Array:
+    """Multiply each row of `experts_gated` by the columns of its expert.
+
+    h (P, H), w_down (H, n_expert C), of which expert e has the columns e C to (e + 1) C - 1
+    → (P, C).
+    """
+    w = _matrix(w_down, h)
+    C = w.shape[1] // n_expert
+    out = np.zeros((len(h), C), h.dtype)
+    for expert, choices in _by_expert(tiles):
+        out[choices] = h[choices] @ w[:, expert * C : (expert + 1) * C]
+    return out
+
+
+def _by_expert(tiles: Integers) -> Iterator[tuple[int, Integers]]:
+    """Return the number of each expert that rows choose, and the numbers of these choices."""
+    for expert in np.unique(tiles[tiles[:, 0] >= 0, 0]).tolist():
+        choices = tiles[tiles[:, 0] == expert, 1:]
+        yield expert, choices[choices >= 0]
+
+
+@takes("y f32 P N; routes f32 M R; residual f32 M N -> out~residual f32 M N")
+def add_experts(y: Array, routes: Array, residual: Array) -> Array:
+    """Add to each row the results of its experts, times their weights, in the order of the choice.
+
+    y (M K, N): row m K + k is the result of choice k of row m; routes (M, 2 K) as `route` returns
+    them; residual (M, N) → residual + (... (weight 0 · y 0 + weight 1 · y 1) + ...), (M, N).
+    """
+    M, K = len(residual), routes.shape[1] // 2
+    y = y.reshape(M, K, -1)
+    total = np.zeros_like(residual)
+    for k in range(K):
+        total += routes[:, K + k, None] * y[:, k]
+    return residual + total
 
 
 @takes("x mixed N C; indices i32 B -> out out_dtype B C")

@@ -17,6 +17,7 @@ from gpt2block.models.config import ModelConfig
 
 SPANS = ("row", "positions", "held")  # inputs of delta_spans
 ROWS_AT_ONCE = 1024  # rows of logits that are computed together
+EXPERT_ROWS = 8  # most rows that kernels multiply at once by an expert's matrices
 EVERY = "rows."  # begins the names of the last layer's results of all rows, which a block reads
 Want = Literal["last", "logits", "rows", "hidden", "stream", "log_likelihood", "likeliest"]
 
@@ -209,6 +210,20 @@ class Pass:
         """Compute gelu(gate) or silu(gate), as `gated`, times the layer's columns of `layers`."""
         inputs, options = (gate, self.layers), self.c.columns_of(h)
         return self.do(f"{h}layer_ff", "gated_columns", inputs, **options)
+
+    def experts(self, h: str, x: Value, y: Value) -> Value:
+        """Return x plus the weighted results of the experts that the router chooses for rows y."""
+        of = self.c.experts
+        router = {"sigmoid": of.sigmoid, "normed": of.normed, "factor": of.factor}
+        inputs = (y, f"{h}router", f"{h}b_router")
+        routes = self.do(f"{h}routes", "route", inputs, n_used=of.n_used, **router)
+        sizes: dict[str, Any] = {"n_expert": of.n_expert}
+        tiles = self.do(f"{h}tiles", "expert_tiles", (routes,), **sizes, rows=EXPERT_ROWS)
+        matrices = (f"{h}w_gate_experts", f"{h}w_up_experts", tiles)
+        gated = {**sizes, "n_used": of.n_used, **self.c.gate}
+        y = self.do(f"{h}ff", "experts_gated", (y, *matrices), **gated)
+        y = self.do(f"{h}down", "experts_down", (y, f"{h}w_down_experts", tiles), **sizes)
+        return self.do(f"{h}output", "add_experts", (y, routes, x))
 
     def relu_squared(self, name: str, x: Value) -> Value:
         """Compute max(x, 0)²."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gpt2block.models.architectures.architecture import Value
-from gpt2block.models.config import DeltaNets, LayerEmbeddings, ModelConfig, Scales
+from gpt2block.models.config import DeltaNets, Experts, LayerEmbeddings, ModelConfig, Scales
 
 
 class PassSettings(NamedTuple):
@@ -19,7 +19,8 @@ class PassSettings(NamedTuple):
     gelu: whether the gate of the feed-forward is GELU. delta_nets: as in ModelConfig.
     convs: whether each layer has a short convolution in place of attention; () if none has. values:
     whether heads of V have norms. layers: as `layer_embeddings` of ModelConfig. readers: prefixes
-    of the names of the layers that read the keys and values of an earlier layer.
+    of the names of the layers that read the keys and values of an earlier layer. experts: as in
+    ModelConfig.
     """
 
     n_head: int
@@ -39,6 +40,7 @@ class PassSettings(NamedTuple):
     readers: tuple[str, ...] = ()
     delta_nets: DeltaNets | None = None
     convs: tuple[bool, ...] = ()
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> PassSettings:
@@ -57,6 +59,7 @@ class PassSettings(NamedTuple):
             readers=tuple(f"h.{n}." for n in config.reading_layers),
             delta_nets=config.delta_nets,
             convs=config.conv_layers,
+            experts=config.experts,
         )
 
     def frequencies_of(self, h: str) -> str:
@@ -70,6 +73,10 @@ class PassSettings(NamedTuple):
     def has_conv(self, h: str) -> bool:
         """Return whether a layer has a short convolution. h: the prefix of the layer's names."""
         return bool(self.convs) and self.convs[_layer(h)]
+
+    def has_experts(self, h: str) -> bool:
+        """Return whether a layer is a mixture of experts. h: the prefix of the layer's names."""
+        return self.experts is not None and self.experts.layers[_layer(h)]
 
     def columns_of(self, h: str) -> dict[str, Any]:
         """Return the options of `gated_columns` that select a layer's part of the rows `layers`."""

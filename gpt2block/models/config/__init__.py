@@ -129,6 +129,21 @@ class LayerEmbeddings(NamedTuple):
     eps: float
 
 
+class Experts(NamedTuple):
+    """The sizes of mixtures of experts, and how a router chooses experts for each row.
+
+    layers: whether each layer's feed-forward is a mixture. n_expert: experts of a layer. n_used:
+    experts that each row uses. sigmoid, normed, factor: as in `reference.route`.
+    """
+
+    layers: tuple[bool, ...]
+    n_expert: int
+    n_used: int
+    sigmoid: bool = False
+    normed: bool = False
+    factor: float = 1.0
+
+
 class DeltaNets(NamedTuple):
     """The sizes of a model's gated delta nets, layers that keep a matrix for each head.
 
@@ -337,6 +352,11 @@ class ModelConfig(ABC):
     @property
     def delta_nets(self) -> DeltaNets | None:
         """The sizes of layers that are gated delta nets; None if there are none."""
+        return None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixtures of experts of the layers; None if there are none."""
         return None
 
     @property
