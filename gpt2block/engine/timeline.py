@@ -25,6 +25,7 @@ GATHERED = {
 ACTIVATIONS = frozenset({*BATCH, "x", "hidden"})  # named inputs of a pass that are not weights
 # Buffers for converted weights and partial sums, and memory through which GPUs exchange columns.
 SCRATCH = "memory", "stream_k_workspace", "workspace", *PEER_INPUTS
+OF_EXPERTS = "experts_gated", "experts_down"
 STATES = "state", "recent", "pool", "saved", "held"  # inputs of gated delta nets
 Call = Callable[[], object]
 
@@ -142,6 +143,10 @@ def _read(op: str, name: str, inputs: Mapping[str, Any], out: TensorSpec) -> int
     if name == "w_down" and "sums" in inputs:  # reads only scales, to add `sums`
         scale = getattr(inputs[name], "scale", None)
         return 0 if scale is None else int(scale.nbytes)
+    if op in OF_EXPERTS and name.startswith("w_"):  # a choice may be of an expert of its own
+        rows, (choices, width) = next(iter(inputs.values())), out.shape
+        n_expert = prod(stored.shape) // (rows.shape[-1] * width)
+        return int(stored.nbytes // n_expert * min(n_expert, choices))
     return stored.nbytes
 
 

@@ -319,8 +319,8 @@ OF_OUTPUTS = "gamma_attn", "gamma_ff"  # norms of the outputs of attention and f
 
 
 def _is_plain(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a layer is Llama's without biases and norms of outputs."""
-    return "w_gate" in shapes and not _has_any(shapes, ("b_", "beta", *OF_OUTPUTS))
+    """Return whether a layer is Llama's without biases, norms of outputs and experts."""
+    return "w_gate" in shapes and not _has_any(shapes, ("b_", "beta", "router", *OF_OUTPUTS))
 
 
 def _has_any(shapes: Mapping[str, tuple[int, ...]], beginnings: tuple[str, ...]) -> bool:

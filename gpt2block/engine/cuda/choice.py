@@ -15,7 +15,13 @@ from gpt2block.engine.passes.forward import Pass, forward
 from gpt2block.engine.passes.rewriting import Log
 from gpt2block.engine.passes.settings import PassSettings
 from gpt2block.models.architectures.architecture import Architecture
-from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes, shapes_in_blocks
+from gpt2block.models.config import (
+    DRAFTING,
+    ModelConfig,
+    multiplies_all,
+    product_shapes,
+    shapes_in_blocks,
+)
 from gpt2block.models.weights.gguf import TYPES, UNIT, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops.attention_cached import fuses_norms
@@ -175,13 +181,13 @@ class DecodingChoice:
 
     @cached_property
     def _matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """{name of a block's matrix: (K, N)}, the largest of all layers.
+        """{name of a block's matrix: (K, N)}, the largest of all layers, without experts.
 
         K is the common divisor of the layers' K if it is no multiple of UNIT, as all others are.
         """
         shapes, found = shapes_in_blocks(self.config), dict[str, tuple[int, int]]()
         for name, shape in self.config.block_shapes().items():
-            if len(shape) == 2:
+            if len(shape) == 2 and multiplies_all(name):
                 common = gcd(*(s[0] for n, s in shapes.items() if n.rpartition(".")[2] == name))
                 found[name] = common if common % UNIT else shape[0], shape[1]
         return found

@@ -23,7 +23,7 @@ from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints.gguf_types import InBlocks
 from gpt2block.files.checkpoints.stored import Stored
-from gpt2block.models.config import ModelConfig, is_product
+from gpt2block.models.config import ModelConfig, multiplies_all
 from gpt2block.models.weights.gguf import GgufMatrix
 from gpt2block.models.weights.hi_lo import HiLoMatrix
 from gpt2block.models.weights.matrix import WeightMatrix, request
@@ -192,7 +192,7 @@ class PromptWeights:
             self.hi_lo = {
                 hi_lo_of(name): HiLoMatrix.from_float32(matrix.data)
                 for name, matrix in matrices.items()
-                if is_product(name) or name == "lm_head"
+                if multiplies_all(name) or name == "lm_head"
             }
         self._divided = divided_weights(config, by, matrices, vectors)
 
@@ -221,7 +221,7 @@ class PromptWeights:
             weights |= self._head_of_all()
         if self.products != "fp8":
             return weights
-        used = [m for name, m in self._matrices.items() if is_product(name)]
+        used = [m for name, m in self._matrices.items() if multiplies_all(name)]
         used += [weights["head"]] if head else []
         converted = (m for m in used if m.dtype in IN_BYTES and not widens(m))
         size = max((m.N * m.K for m in converted), default=0)

@@ -654,9 +654,19 @@ def is_product(name: str) -> bool:
     return name.rpartition(".")[2].startswith("w_")
 
 
+def is_of_experts(name: str) -> bool:
+    """Return whether a tensor of this name is a matrix of a mixture of experts."""
+    return name.endswith("_experts")
+
+
+def multiplies_all(name: str) -> bool:
+    """Return whether a tensor of this name is a matrix by which a layer multiplies every row."""
+    return is_product(name) and not is_of_experts(name)
+
+
 def product_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return {name: (in, out)} of the matrices of all products, without lm_head."""
-    return {name: shape for name, shape in model_shapes(config).items() if is_product(name)}
+    """Return {name: (in, out)} of the matrices that multiply every row, without lm_head."""
+    return {name: shape for name, shape in model_shapes(config).items() if multiplies_all(name)}
 
 
 def state_shapes(config: ModelConfig, slots: int) -> dict[str, tuple[int, ...]]:
