@@ -13,6 +13,7 @@ from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import registry
 from tests import plain
 from tests.devices import assert_same_bits, every_device, on_hopper, one_order, slow
+from tests.ops.test_overlap import assert_waits
 
 ROUNDING = {"float32": 0, "bfloat16": 2.0**-16, "float16": 2.0**-21, "float8_e4m3fn": 2.0**-21}
 
@@ -129,6 +130,34 @@ def test_products(
             as_linear = {"gelu": own.get("gelu", False), "decoding": True, "variant": "mma"}
             alone = run(device, "linear", *inputs, **as_linear, **options)
             assert_same_bits(found[c : c + 1], alone)
+
+
+@on_hopper
+def test_kernels_wait_for_the_previous_kernel(device: Any) -> None:
+    M, C, H, E, n_used = 5, 64, 16, 4, 2
+    x, router = (
+        device.asarray(plain.normal(n, *shape)) for n, shape in enumerate([(M, C), (E, C)])
+    )
+    gate, down = (
+        WeightMatrix.quantize(plain.normal(n, E * N, K), "bfloat16", "NK").mapped(device.asarray)
+        for n, (N, K) in enumerate([(H, C), (C, H)])
+    )
+    sizes: dict[str, Any] = {"n_expert": E}
+
+    def add(name: str, *inputs: Any, **options: Any) -> Any:
+        """Test a step, and return its result."""
+        bound = registry.bind(name, inputs, **options)
+        late = [
+            each for each in inputs if each is not router and not isinstance(each, WeightMatrix)
+        ]
+        assert_waits(bound.launches, [each for each in late if each is not None], [bound.out])
+        return bound.out
+
+    routes = add("route", x, router, None, n_used=n_used)
+    tiles = add("expert_tiles", routes, **sizes, rows=8)
+    y = add("experts_gated", x, gate, gate, tiles, **sizes, n_used=n_used)
+    y = add("experts_down", y, down, tiles, **sizes)
+    assert np.isfinite(add("add_experts", y, routes, x).get()).all()
 
 
 def test_wrong_arguments() -> None:
