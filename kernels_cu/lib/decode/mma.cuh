@@ -5,6 +5,7 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/layernorm.cuh"
+#include "lib/decode/experts.cuh"
 #include "lib/decode/order.cuh"
 #include "lib/split_sums.cuh"
 
@@ -145,7 +146,7 @@ struct Input {
     static constexpr int BYTES = DECODE_ROWS * (PITCH + (DECODE_NORM == 2 ? 4 * SPLITS : DECODE_NORM ? 8 : 0));
 
     // Returns row r of the block in x; the last row of x in place of rows after it.
-    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * DECODE_K; }
+    __device__ __forceinline__ const float* row(int r) const { return x + x_row(min(first + r, M - 1)) * DECODE_K; }
     // Returns the place in shared memory of row r's values or terms in a split.
     __device__ __forceinline__ char* values(int r, int split) const {
         return shared + r * PITCH + (DECODE_ALONE ? 0 : split) * SPLIT_BYTES;
@@ -311,7 +312,7 @@ struct Input {
             const int k = at(split, unit);
             float (&to)[4] = v[unit];
             to[0] = to[1] = to[2] = to[3] = 0.0f;
-            if (SPLITS * LENGTH > DECODE_K && k >= DECODE_K) continue;
+            if (is_missing(r, M - first) || (SPLITS * LENGTH > DECODE_K && k >= DECODE_K)) continue;
             if constexpr (DECODE_NORM) {
                 const float4 kept = *floats(r, k);
                 to[0] = kept.x, to[1] = kept.y, to[2] = kept.z, to[3] = kept.w;
