@@ -75,8 +75,7 @@ class Random:
         self.config = config
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any], str | None]]:
-        for name, array, layout in random_model(1, self.config):
-            yield name, array, layout
+        yield from random_model(1, self.config)
 
 
 def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> Any:
