@@ -1516,7 +1516,7 @@ def _check_places(name: str, indices: Integers, count: int) -> None:
 def _matrix(w: Matrix, like: Array) -> Array:
     """Return weights (K, N) as an array in the dtype of `like`."""
     matrix: Array = w if isinstance(w, np.ndarray) else w.dequantized()
-    return matrix.astype(like.dtype)
+    return matrix.astype(like.dtype, copy=False)
 
 
 @takes("logits f32 ... V; targets i32 ... -> out f32 ...")

@@ -4,8 +4,8 @@
     python tools/make_golden.py qwen2
 
 Each folder is an ordinary checkpoint with random float16 weights. They are large enough that every
-part of a block affects the logits, and are read without rounding. "llama-shards" was written by
-`transformers`, in several files.
+part of a block affects the logits, and are read without rounding. "llama-shards", in several files,
+"qwen3_moe" and "olmoe" were written by `transformers`.
 
 `expected.safetensors`: ids (2, 23); stream (layers + 1, 2, 23, C), the residual stream before and
 after each block; hidden (2, 23, C), after the final norm; logits (2, 23, V). "tiny" has a tied
@@ -15,8 +15,8 @@ values were computed in float64 and rounded to float32 once. `transformers` conv
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
-olmo3, ministral3, granitemoehybrid, lfm2, gemma4, qwen3_5) and 2.11.0 (other files), and
-transformers 5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
+olmo3, ministral3, granitemoehybrid, lfm2, gemma4, qwen3_5, qwen3_moe, olmoe) and 2.11.0 (other
+files), and transformers 5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
 
@@ -273,6 +273,27 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "linear_value_head_dim": 12,
         "pad_token_id": None,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+        "pad_token_id": None,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_key_value_heads": 1,
+        "intermediate_size": 20,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+    },
     "lfm2": {
         "model_type": "lfm2",
         "num_attention_heads": 4,
@@ -324,10 +345,11 @@ def make_gpt2(folder: Path) -> None:
 def make_model(folder: Path, settings: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     kind = settings.pop("model_type", "llama")
+    more = {"experts_implementation": "eager"} if "num_experts" in settings else {}
 
     def model() -> Any:
         config = AutoConfig.for_model(kind, **deepcopy(settings))
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **more).eval()
 
     stored, adds_1 = model(), kind in ("gemma3_text", "qwen3_5_text")  # norms add 1 to weights
     weights = {
@@ -351,9 +373,10 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
         del weights["lm_head.weight"]
     config = {"architectures": [type(stored).__name__], "model_type": kind, **settings}
     write(folder, weights, config, expected)
-    if folder.name == "llama-shards":
+    if folder.name == "llama-shards" or "num_experts" in settings:  # experts have the hub's names
         (folder / "model.safetensors").unlink()
-        stored.half().save_pretrained(folder, max_shard_size="20KB")
+        size = "20KB" if folder.name == "llama-shards" else "1GB"
+        stored.half().save_pretrained(folder, max_shard_size=size)
         (folder / "generation_config.json").unlink(missing_ok=True)
 
 

@@ -22,7 +22,14 @@ from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.timeline import Call, Timeline
 from gpt2block.errors import Argument, InputError
 from gpt2block.files.checkpoints.checkpoint import Checkpoint
-from gpt2block.models.config import TABLES, LayerCache, ModelConfig, model_shapes, state_shapes
+from gpt2block.models.config import (
+    TABLES,
+    LayerCache,
+    ModelConfig,
+    is_matrix,
+    model_shapes,
+    state_shapes,
+)
 from gpt2block.models.weights.gguf import TYPES
 from gpt2block.models.weights.matrix import SCALED, WeightMatrix, check_finite, on_host
 from gpt2block.sampling import Sampling
@@ -46,7 +53,7 @@ def weight_bytes(
     """
     total = 0
     for name, shape in (shapes or model_shapes(config)).items():
-        if len(shape) != 2 or name == "wpe":
+        if not is_matrix(name, shape):
             total += 4 * math.prod(shape)
             continue
         dtype = formats.dtype_of(name)
@@ -230,7 +237,7 @@ def padded(group: list[Ids]) -> list[Ids]:
 
 
 # Operations of a pass whose results are no rows of the pass, which is why they are not compared
-UNCOMPARED = ("kv_append", "delta_spans", "delta_inputs")
+UNCOMPARED = ("kv_append", "delta_spans", "delta_inputs", "expert_tiles")
 # n_layer, channels of keys (if layers differ, of keys and values that each layer stores), dtype,
 # device, checksum of RoPE frequencies ("" if always the same)
 CacheKind = tuple[int, int | tuple[int, ...], str, str, str]
@@ -386,9 +393,13 @@ def state_bytes(config: ModelConfig) -> int:
 
 def check_divides(config: ModelConfig, gpus: int) -> None:
     """Raise InputError if so many GPUs cannot divide a model with this config."""
-    nets, block = config.delta_nets is not None, config.draft_config is not None
-    if gpus > 1 and (nets or block):
-        whole = "gated delta nets are" if nets else "a block that drafts tokens is"
+    parts = {
+        "gated delta nets are": config.delta_nets,
+        "mixtures of experts are": config.experts,
+        "a block that drafts tokens is": config.draft_config,
+    }
+    whole = next((words for words, part in parts.items() if part is not None), "")
+    if gpus > 1 and whole:
         raise InputError(
             f"{config.MODEL_TYPE} on {gpus} GPUs: expected one GPU, as {whole} not divided among "
             "several"

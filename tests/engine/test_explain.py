@@ -39,6 +39,7 @@ from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
+from gpt2block.models.architectures.qwen3_moe import Qwen3MoeConfig
 from gpt2block.models.config.llama import LlamaConfig, RopeScaling
 from tests.engine.test_architectures_cuda import GEMMA4
 from tests.engine.test_compare import CONFIG, IDS, SEVEN, TEN, device  # noqa: F401
@@ -248,6 +249,7 @@ def of(kind: type[Any], **more: Any) -> Model[Any]:
         of(Gemma4Config, **GEMMA4, rotary_part=0.5),
         of(Lfm2Config, conv_layers=(True, False)),
         of(Qwen35Config, delta_layers=(True, False), n_k_head=1, n_v_head=2, k_size=8, v_size=8),
+        of(Qwen3MoeConfig, n_expert=5, n_expert_used=2, n_ff_expert=8),
         of(Ministral3Config, beta=0.5, scaling=RopeScaling("yarn", 2.0, original_context=2)),
     ],
 )

@@ -47,6 +47,7 @@ LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-s
 NAMES = (
     "tiny", *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid",
     "smollm3", "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
+    "qwen3_moe", "olmoe",
 )  # fmt: skip
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 Array = NDArray[Any]

@@ -24,7 +24,7 @@ from gpt2block.files.checkpoints.gguf_tokenizer_keys import keys_of
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.models.architectures import ARCHITECTURES, GGUF_ARCHITECTURES, architecture_of
-from gpt2block.models.config import ModelConfig
+from gpt2block.models.config import ModelConfig, is_matrix
 from gpt2block.models.config.llama import RopeScaling
 from tests.refusals import cases
 
@@ -57,6 +57,8 @@ OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
     "lfm2": {"conv_layers": (True, False), "conv_length": 5},
     "qwen3_5_text": {"delta_layers": (False, True), "rotary": 4, "n_k_head": 2, "n_v_head": 4,
                      "k_size": 16, "v_size": 8, "tiled": True},
+    "qwen3_moe": {"n_expert": 6, "n_expert_used": 3, "n_ff_expert": 32},
+    "olmoe": {"n_expert": 5, "n_expert_used": 2, "n_ff": 32},
 }  # fmt: skip
 QUIET = "ignore:.*(has no tokenizer|matrices are F16)"
 
@@ -73,13 +75,12 @@ class Random:
         self.config = config
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any], str | None]]:
-        for name, array, layout in random_model(1, self.config):
-            yield name, array, None if name == "wpe" else layout
+        yield from random_model(1, self.config)
 
 
 def stored(name: str, array: NDArray[Any], config: ModelConfig, type: str) -> Any:
     """Return a tensor (outputs, inputs) as a file stores it, as float32 by the package gguf."""
-    if array.ndim != 2 or name == "wpe":
+    if not is_matrix(name, array.shape):
         if name.endswith("a_log"):  # files have -exp of it
             return np.log(np.exp(array))
         added = np.float32(config.ADDED_TO_NORMS if "gamma" in name else 0)
@@ -209,6 +210,9 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
         },
         "lfm2": {attention.HEAD_COUNT_KV: (0, 2), gguf.Keys.ShortConv.L_CACHE: 5},
         "qwen3": yarn,
+        "qwen3_moe": {llm.EXPERT_COUNT: 6, llm.EXPERT_USED_COUNT: 3,
+                      llm.EXPERT_FEED_FORWARD_LENGTH: 32},
+        "olmoe": {llm.EXPERT_COUNT: 5, llm.EXPERT_USED_COUNT: 2},
         "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
         "gemma4_text": {
             llm.FEED_FORWARD_LENGTH: (96, 96, 192, 192), attention.SLIDING_WINDOW: 5,
@@ -225,7 +229,7 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
     named |= {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
-    name = (named | {"qwen3_5_text": "qwen35"}).get(kind, kind)
+    name = (named | {"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"}).get(kind, kind)
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 

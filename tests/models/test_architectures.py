@@ -61,6 +61,25 @@ def qwen3(rng: random.Random) -> dict[str, Any]:
     return found | {"attention_bias": rng.random() < 0.3, "use_sliding_window": False}
 
 
+def experts(rng: random.Random) -> dict[str, Any]:
+    count = rng.choice((4, 5, 16, 64, 128))
+    used = {"num_experts": count, "num_experts_per_tok": rng.randint(1, min(count, 8))}
+    return used | {"norm_topk_prob": rng.random() < 0.5, "router_aux_loss_coef": 0.01}
+
+
+def qwen3_moe(rng: random.Random) -> dict[str, Any]:
+    """Layers have experts, or Qwen3's feed-forward."""
+    found = qwen3(rng) | experts(rng) | {"moe_intermediate_size": rng.randint(1, 30)}
+    dense = rng.sample(range(found["num_hidden_layers"]), rng.randint(0, 1))
+    return found | rng.choice(({}, {"mlp_only_layers": dense}, {"decoder_sparse_step": 2}))
+
+
+def olmoe(rng: random.Random) -> dict[str, Any]:
+    found = olmo2(rng) | experts(rng)
+    found["hidden_size"] = found["num_attention_heads"] * found.pop("head_dim")
+    return found | {"clip_qkv": None}
+
+
 def smollm3(rng: random.Random) -> dict[str, Any]:
     biases = {name: rng.random() < 0.3 for name in ("attention_bias", "mlp_bias")}
     found = sizes(rng) | {"use_sliding_window": False, "sliding_window": 8}
@@ -276,18 +295,22 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
-        olmo2, olmo3, nanochat, gemma3_text, gemma4_text, lfm2, qwen3_5_text, yarn,
+        olmo2, olmo3, nanochat, gemma3_text, gemma4_text, lfm2, qwen3_5_text, qwen3_moe, olmoe,
+        yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
 # Earlier versions write a second partial_rotary_factor, 0.25, next to another rope_parameters.
-VERSIONS = {"qwen3_5_text": "5.20"}  # the least version of `transformers`
+VERSIONS = {"qwen3_5_text": "5.20", "qwen3_moe": "5.24", "olmoe": "5.24"}  # of `transformers`
+EAGER = {"attn_implementation": "eager"}
+# The products of all experts in one call need weights whose rows are multiples of 16 bytes.
+OPTIONS = dict.fromkeys(("qwen3_moe", "olmoe"), EAGER | {"experts_implementation": "eager"})
 
 
 @pytest.mark.parametrize(
     ("kind", "device", "count", "limit"),
     [
-        (kind, "cpu", 60, 5e-6 if kind == "qwen3_5_text" else 2e-6)
+        (kind, "cpu", 60, 5e-6 if kind == "qwen3_5_text" or kind in OPTIONS else 2e-6)
         for kind in KINDS
         if kind != "yarn"
     ]
@@ -381,13 +404,15 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         assert ours.score(ids).log_likelihood == pytest.approx(float(chosen.sum()), rel=1e-5)
         ours.save_pretrained(folder / "again")
         again = transformers.AutoModelForCausalLM.from_pretrained(
-            folder / "again", attn_implementation="eager"
+            folder / "again", **OPTIONS.get(kind, EAGER)
         )
         np.testing.assert_array_equal(logits_of(torch, again.eval(), ids), logits)
         c: Any = ours.config
         layers, turned = getattr(c, "rope_layers", ()), settings.get("position_embedding_type", "")
         no_gguf = c.MODEL_TYPE in ("mistral", "nanochat", "gemma3_text") or turned is None
         no_gguf |= c.MODEL_TYPE == "ministral3" and c.window is not None
+        no_gguf |= kind == "qwen3_moe" and not (c.norm_topk_prob and all(c.expert_layers))
+        no_gguf |= kind == "olmoe" and c.norm_topk_prob
         if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
             continue  # GGUF lacks nanochat, Mistral's window, and a key for layers without RoPE
         if getattr(c, "conv_bias", 0) or not getattr(getattr(c, "scaling", 0), "truncate", True):
@@ -433,7 +458,7 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
     """Return a model whose random weights let every part of a block affect the logits."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**{"model_type": kind} | settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, **OPTIONS.get(kind, EAGER))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             spread = 0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5

@@ -21,7 +21,7 @@ from gpt2block.engine.model import check_divides, state_bytes, token_bytes, weig
 from gpt2block.errors import InputError
 from gpt2block.files.checkpoints import BUNDLED, Checkpoint
 from gpt2block.files.tokenizers.tokenizer import sources_of_end_tokens
-from gpt2block.models.config import DRAFTING, DeltaNets
+from gpt2block.models.config import DRAFTING, EXPERTS, DeltaNets
 
 
 def info(
@@ -65,6 +65,7 @@ def info(
         "generation_config": checkpoint.generation_config(),
         "end_tokens": [{"id": token, "source": source} for token, source in ends],
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.stored.values()),
+        **({} if c.experts is None else {"active_parameters": _active_parameters(checkpoint)}),
         "dtypes": sorted({name for each in checkpoint.stored.values() for name in each.types}),
         "nbytes": checkpoint.nbytes,
         "memory": memory,
@@ -91,15 +92,17 @@ def _print_info(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     tied = "tied to the embedding" if c.tie_word_embeddings else "a separate matrix"
     n_kv_head = c.kv_width // c.head_size
     grouped = f" ({n_kv_head} of keys and values)" if n_kv_head != c.n_head else ""
+    active = f", a token uses {facts['active_parameters']:,}" if c.experts is not None else ""
     lines = {
         "model": checkpoint.name,
         "file": str(checkpoint.file),
         "sizes": f"{c.n_layer} blocks, width {c.n_embd}, {c.n_head} heads of {c.head_size}"
         f"{grouped}, context {c.n_ctx}, vocabulary {c.vocab_size}, lm_head {tied}",
         **_delta_facts(c.delta_nets, facts["memory"]),
+        **_expert_facts(c),
         **_draft_facts(checkpoint),
         **_rope_facts(getattr(c, "scaling", None)),
-        "parameters": f"{facts['parameters']:,}",
+        "parameters": f"{facts['parameters']:,}{active}",
         "stored": f"{', '.join(facts['dtypes'])}, {display.megabytes(facts['nbytes'])}",
         **_generation_facts(facts["end_tokens"], facts["generation_config"]),
     }
@@ -154,6 +157,25 @@ def _delta_facts(of: DeltaNets | None, memory: Mapping[str, Mapping[str, Any]]) 
     heads = f"{of.n_k_head} heads of {of.k_size} for keys, {of.n_v_head} of {of.v_size} for values"
     return {"gated delta nets": f"{sum(of.layers)} of {len(of.layers)} blocks, {heads}; states of "
                                 f"{display.megabytes(states)} float32 a row"}  # fmt: skip
+
+
+def _active_parameters(checkpoint: Checkpoint) -> int:
+    """Return the number of parameters of a mixture of experts that a token uses."""
+    of, total = checkpoint.config.experts, 0
+    assert of is not None
+    for name, tensor in checkpoint.stored.items():
+        size = prod(tensor.shape)
+        total += size // of.n_expert * of.n_used if name.endswith(EXPERTS) else size
+    return total
+
+
+def _expert_facts(config: Any) -> dict[str, str]:
+    """Return a line: the blocks with experts, and how many experts a token uses."""
+    of = config.experts
+    if of is None:
+        return {}
+    return {"experts": f"{sum(of.layers)} of {len(of.layers)} blocks, {of.n_expert} experts of "
+                       f"{config.n_ff_expert} channels, a token uses {of.n_used}"}  # fmt: skip
 
 
 def _draft_facts(checkpoint: Checkpoint) -> dict[str, str]:

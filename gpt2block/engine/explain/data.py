@@ -228,6 +228,7 @@ def _tensors(
         shapes[step.name] = exact[step.name].shape
         stored = step.name in traced
         tensor = traced[step.name] if stored else exact[step.name]
+        tensor = tensor.reshape(len(exact["embedding"]), -1)  # a token's experts, side by side
         inside = step.name.startswith("h.") and not step.name.startswith(f"h.{layer}.")
         tensors[step.name] = {
             "inputs": _input_shapes(step, shapes),

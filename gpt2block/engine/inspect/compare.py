@@ -127,8 +127,9 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     constants |= SequenceFrequencies(config, 1, T, np).tensors
     do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
     forward(NumpyPass(do, PassSettings.of(config), T), architecture, config, "logits")
-    # Engines compute spans and `mixed` from exact inputs: they are no rows of the pass.
-    tensors = {n: made for n, made in do.kept.items() if n != "spans" and not n.endswith(".mixed")}
+    # Engines compute these results from exact inputs: they are no rows of the pass.
+    others = "spans", ".mixed", ".tiles"
+    tensors = {name: made for name, made in do.kept.items() if not name.endswith(others)}
     scores = np.asarray(reference.log_likelihood(tensors["logits"], np.roll(ids, -1)), np.float64)
     return {**tensors, **kept, "scores": scores}
 
@@ -172,5 +173,9 @@ def _by_engine_names(
             spans = range(0, T, ROWS_AT_ONCE)
             tensors |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}
     if cached:
-        tensors = {n: t if n.endswith((".k", ".v")) else t[-1:] for n, t in tensors.items()}
+        # A token has several rows of some results of mixtures of experts.
+        tensors = {
+            name: tensor if name.endswith((".k", ".v")) else tensor[-(len(tensor) // T) :]
+            for name, tensor in tensors.items()
+        }
     return tensors

@@ -182,6 +182,13 @@ class BoundsPass(Pass):
         )
         return self._record(f"{h}ff", BoundedRows(gate.most * up.most))
 
+    def experts(self, h: str, x: BoundedRows, y: BoundedRows) -> BoundedRows:
+        of = self.c.experts
+        gate, up = (self.product("", y, f"{h}w_{each}_experts") for each in ("gate", "up"))
+        down = self.product("", BoundedRows(gate.most * up.most), f"{h}w_down_experts")
+        weights = of.factor * (of.n_used if of.sigmoid and not of.normed else 1)  # at most, the sum
+        return BoundedRows(np.max(x.most) + weights * np.max(down.most))
+
     def gated_by_layer(self, h: str, gate: BoundedRows) -> BoundedRows:
         width, factor, _ = self.c.layers
         normed = math.sqrt(width) * self.largest["gamma_layers_scaled"]

@@ -37,7 +37,8 @@ _ELSEWHERE = {
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "scaling", "bos_token_id",
     "eos_token_ids", "rotary_part", "v_size", "delta_layers", "tiled", "mtp",
 }  # fmt: skip
-_ALWAYS_FLOAT32 = ("position_embd.weight", "conv.weight", "conv1d.weight")  # ends of names
+# Ends of names
+_ALWAYS_FLOAT32 = ("position_embd.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight")
 _INSTEAD = "write a Hugging Face directory instead"
 
 

@@ -22,6 +22,7 @@ from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import files, nanogpt, pytorch
 from gpt2block.files.checkpoints.four_bit import Scheme
 from gpt2block.files.checkpoints.naming import GPT2_NAMING, Naming, naming_of
+from gpt2block.files.checkpoints.packed_experts import split_experts
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, equal, itemsize, same
 from gpt2block.models.architectures import ARCHITECTURES
 from gpt2block.models.config import SIZES, GPT2Config, ModelConfig, end_tokens_in, model_type
@@ -217,7 +218,7 @@ def _read_config(file: Path, tensors: Sequence[Stored]) -> tuple[ModelConfig, di
     with files.about(settings):
         config = config if ends == () else replace(config, eos_token_ids=ends)
     config = config.with_tensors(each.label for each in tensors)
-    found = _bare(file, tensors, naming_of(config))
+    found = split_experts(file, config, _bare(file, tensors, naming_of(config)))
     return config, found if scheme is None else _without_zeros(config, found)
 
 

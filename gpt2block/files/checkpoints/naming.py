@@ -14,7 +14,14 @@ from gpt2block.files.checkpoints.files import first_names
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, joined
 from gpt2block.models.architectures import ARCHITECTURES
 from gpt2block.models.architectures.qwen3_5 import UNREAD
-from gpt2block.models.config import DRAFTING, TABLES, ModelConfig, is_product, model_shapes
+from gpt2block.models.config import (
+    DRAFTING,
+    EXPERTS,
+    TABLES,
+    ModelConfig,
+    is_product,
+    model_shapes,
+)
 from gpt2block.models.config.llama import LlamaConfig
 
 Shape = tuple[int, ...]
@@ -33,7 +40,8 @@ class Naming:
     prefix of all names except lm_head's. ignored: regular expression for the names of buffers that
     are not weights. tiled: the order of heads of gated delta nets in files that are written. last:
     the block of the tensors of the block that drafts tokens, such as "blk.32"; "" if they have
-    names of their own.
+    names of their own. experts: the number of experts, if tensors of all experts of a layer have an
+    axis of experts; else 0.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -43,6 +51,7 @@ class Naming:
     ignored: str = "(?!)"
     tiled: bool = False
     last: str = ""
+    experts: int = 0
 
     def bare(self, name: str) -> str:
         """Return a file's tensor name without prefixes such as `transformer.`.
@@ -84,7 +93,14 @@ class Naming:
         if len(shape) == 3 and not self.prefix:  # GGUF has a matrix for weights of a convolution
             return shape[::2]
         turned = self.layout_of(ours) == "NK" and is_product(ours)
-        return shape[::-1] if turned else shape
+        shape = shape[::-1] if turned else shape
+        if self.experts and ours.endswith(EXPERTS):
+            return (self.experts, shape[0] // self.experts, *shape[1:])
+        return shape
+
+    def flat(self, ours: str, shape: Shape) -> Shape:
+        """Return a tensor's shape in memory, in the layout of a file. shape: as in `shape_of`."""
+        return replace(self, experts=0).shape_of(ours, shape) if len(shape) == 2 else shape
 
     def parts(self, config: ModelConfig) -> dict[str, dict[str, Shape]]:
         """Return a dict: gpt2block's tensor name → {name in a file, without prefixes: shape}.
@@ -142,8 +158,8 @@ class Naming:
                 tensor = tensor.of_spans(spans)
             elif sharing[first] > 1:
                 tensor = tensor.rows(begin, begin + count)
-            if len(shape) == 3:
-                tensor = replace(tensor, shape=shape)
+            if len(tensor.shape) != len(shape):
+                tensor = replace(tensor, shape=self.flat(ours, shape))
             if ours.endswith(".w_qkv") and config.head_order and not spans:
                 heads = config.q_width + config.kv_width
                 tensor = replace(tensor, head_order=config.head_order, in_heads=heads)
@@ -196,8 +212,8 @@ def _check(
 def _names(architecture: Mapping[str, tuple[str, str]], column: int) -> dict[str, tuple[str, ...]]:
     """Map gpt2block's names to a file's names. `column`: 0 for Hugging Face, 1 for GGUF.
 
-    A module's name has {} for q, k and v, or + between modules whose rows are joined. A name after
-    = has no ending .weight or .bias.
+    A module's name has {} for q, k and v, * for the numbers of experts, or + between modules whose
+    rows are joined. A name after = has no ending .weight or .bias.
     """
     found = {}
     for pair, modules in architecture.items():
@@ -229,6 +245,10 @@ def _naming(model_type: str, gguf: bool) -> Naming:
 def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     """Return the Naming of a config's architecture for Hugging Face's files, or for GGUF."""
     found = _naming(config.MODEL_TYPE, gguf)
+    if config.experts is not None:
+        count = config.experts.n_expert
+        each = {ours: _of_experts(names, count) for ours, names in found.names.items()}
+        found = replace(found, names=each, experts=count * gguf)
     if config.draft_config is not None:
         ignored = found.ignored.removesuffix(UNREAD)
         found = replace(found, ignored=ignored, last=f"blk.{config.n_layer}" if gguf else "")
@@ -239,6 +259,12 @@ def naming_of(config: ModelConfig, gguf: bool = False) -> Naming:
     kinds = r"(self_attn\.[kv]_(proj|norm)|attn_[kv](_norm)?)\.(weight|bias)"
     unread = rf"{re.escape(found.block)}({'|'.join(shared)})\.{kinds}"
     return replace(found, ignored=f"{found.ignored}|{unread}")
+
+
+def _of_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return names of a file, with numbers of experts from 0 in the place of an asterisk."""
+    several = "*" in names[0]
+    return tuple(names[0].replace("*", str(n)) for n in range(count)) if several else names
 
 
 GPT2_NAMING = _naming("gpt2", False)

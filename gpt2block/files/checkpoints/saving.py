@@ -249,7 +249,7 @@ def as_in_files(
         if layout != naming.layout_of(name) and isinstance(array, np.ndarray):
             array = array.T  # noqa: PLW2901
         shape = naming.shape_of(name, shapes[name])
-        if len(shapes[name]) == 3 and getattr(array, "shape", ()) == shapes[name]:
+        if getattr(array, "shape", ()) == naming.flat(name, shapes[name]):
             array = array.reshape(shape)  # noqa: PLW2901
         rows = _converted(name, array, shape, dtype)
         kind = name.rpartition(".")[2]

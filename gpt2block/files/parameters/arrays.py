@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from gpt2block import checks
 from gpt2block.errors import CheckpointError, InputError, shown
 from gpt2block.files.checkpoints import Checkpoint
-from gpt2block.models.config import TABLES, ModelConfig, Shapes, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, Shapes, is_matrix, model_shapes
 
 Array = NDArray[np.floating]
 Block = TypeVar("Block", bound="BlockArrays")
@@ -208,14 +208,14 @@ class ModelArrays(Generic[Block]):
         for name, shape in model_shapes(c).items():
             h, _, kind = name.rpartition(".")
             array = getattr(self.blocks[int(h[2:])] if h else self, kind)
-            yield name, array, layout_of(name, len(shape))
+            yield name, array, layout_of(name, shape)
 
 
-def layout_of(name: str, dimensions: int) -> str | None:
+def layout_of(name: str, shape: tuple[int, ...]) -> str | None:
     """Return the layout of a tensor that is kept as an array: of a matrix "KN" or "NK"."""
     if name in (*TABLES, "lm_head"):
         return "NK"
-    return "KN" if dimensions == 2 and name != "wpe" else None
+    return "KN" if is_matrix(name, shape) else None
 
 
 def check_architecture(checkpoint: Checkpoint, expected: type[ModelConfig]) -> None:
@@ -303,4 +303,4 @@ def random_model(seed: object, config: ModelConfig) -> Iterator[tuple[str, np.nd
     """Yield random tensors of a model of any architecture, as `Model.from_tensors` takes them."""
     for name, array in random_tensors(seed, model_shapes(config)).items():
         added = config.ADDED_TO_NORMS if "gamma" in name else 0.0
-        yield name, array - np.float32(added), layout_of(name, array.ndim)
+        yield name, array - np.float32(added), layout_of(name, array.shape)

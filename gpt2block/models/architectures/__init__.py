@@ -4,6 +4,7 @@ gpt2      GPT-2
 llama     Llama 1 to 3, SmolLM2, TinyLlama and others
 qwen2     Qwen2.5
 qwen3     The dense models of Qwen3
+qwen3_moe  Qwen3's mixtures of experts
 qwen3_5   The text models of Qwen3.5 and Qwen3.6, without mixtures of experts
 mistral   Mistral 7B and Mistral Nemo
 ministral3  Ministral 3
@@ -14,6 +15,7 @@ phi3      Phi-3 and Phi-4-mini
 lfm2      LFM2 and LFM2.5
 olmo2     OLMo 2
 olmo3     OLMo 3
+olmoe     OLMoE
 nanochat  nanochat
 gemma3    The text models of Gemma 3
 gemma4    The text models of Gemma 4 without mixtures of experts
@@ -36,10 +38,12 @@ from gpt2block.models.architectures import (
     nanochat,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_moe,
     smollm3,
 )
 from gpt2block.models.architectures.architecture import Architecture
@@ -47,7 +51,7 @@ from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, qwen3_5, mistral, ministral3, granite, granitemoehybrid, smollm3,
-    phi3, lfm2, olmo2, olmo3, nanochat, gemma3, gemma4,
+    phi3, lfm2, olmo2, olmo3, nanochat, gemma3, gemma4, qwen3_moe, olmoe,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

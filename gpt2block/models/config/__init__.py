@@ -23,6 +23,7 @@ LIMITS: Mapping[str, int] = {
 ALL_LIMITS: Mapping[str, int] = {
     **LIMITS, "n_kv_head": 2**16, "n_ff": 2**20, "head_size": 2**16,
     **dict.fromkeys(("n_k_head", "n_v_head", "k_size", "v_size"), 2**12),
+    **dict.fromkeys(("n_expert", "n_expert_used"), 2**10), "n_ff_expert": 2**20,
 }  # fmt: skip
 Config = TypeVar("Config", bound="ModelConfig")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -62,6 +63,8 @@ OF_OTHERS: Settings = (
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
 TABLES = ("wte", "layer_table")  # matrices (vocab_size, …), whose rows are read by token
+VECTORS = ("wpe", "router")  # tensors with two axes that are kept in float32, as vectors are
+EXPERTS = "w_gate_experts", "w_up_experts", "w_down_experts"  # matrices of all experts of a layer
 CONV_LAYERS = "conv_layers"  # GGUF files have no such key, but 0 heads of keys in these layers
 # Rows of a slot that later passes of a gated delta net may need, for tokens that they compute again
 RECENT = 16
@@ -647,6 +650,11 @@ def _drafting_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = {"w_eh": (2 * config.n_embd, config.n_embd), **model_shapes(of)}
     other = ("wte", "lm_head", *HALVES)
     return {DRAFTING + name: shape for name, shape in shapes.items() if name not in other}
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a matrix, which is stored in the dtype of the model."""
+    return len(shape) == 2 and name.rpartition(".")[2] not in VECTORS
 
 
 def is_product(name: str) -> bool:

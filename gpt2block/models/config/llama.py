@@ -49,7 +49,9 @@ _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 # model_type values with YaRN support
-_WITH_YARN = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "ministral3")
+_WITH_YARN = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "olmo2", "olmo3", "ministral3"
+)  # fmt: skip
 # Values of layer_types: a layer attends to all earlier tokens, or to those in a window.
 KINDS = ("full_attention", "sliding_attention")
 LOCAL = "local_frequencies"  # the RoPE frequencies of layers with a window
@@ -348,8 +350,8 @@ class LlamaConfig(ModelConfig):
     def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Return keyword arguments of this class, read from a config.json, except eos_token_ids."""
         given = {k: value for k, value in config.items() if value is not None or k not in _OPTIONAL}
-        needed = {key: ours for ours, (key,) in cls.SIZES.items() if ours not in cls.ABSENT}
-        missing = [key for key in needed if key not in (*given, *_OPTIONAL)]
+        needed = (keys for ours, keys in cls.SIZES.items() if ours not in cls.ABSENT)
+        missing = [keys[0] for keys in needed if not {*keys} & {*given, *_OPTIONAL}]
         if missing:
             raise CheckpointError(f"config.json: expected {', '.join(missing)}: missing")
         theta, scaling = _rope_of(given, cls.ABSENT, cls.HONOURED)

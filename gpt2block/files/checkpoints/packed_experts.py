@@ -1,0 +1,58 @@
+"""Split tensors of Hugging Face files that have a matrix of all experts of a layer.
+
+Files of the hub have the matrices gate_proj, up_proj and down_proj of each expert. `transformers` 5
+keeps them as gate_up_proj (n_expert, 2 n_ff_expert, n_embd), in which the rows of gate precede the
+rows of up, and down_proj (n_expert, n_embd, n_ff_expert).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpt2block.errors import CheckpointError
+from gpt2block.files.checkpoints.stored import DTYPES, Stored
+from gpt2block.models.config import ModelConfig
+
+_PACKED = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
+
+
+def split_experts(
+    file: Path, config: ModelConfig, found: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """Return a file's tensors by name, with the parts of each packed tensor under the hub's names.
+
+    Raises CheckpointError for a packed tensor of another shape or an unsupported dtype, and if the
+    file also has one of its parts.
+    """
+    split: dict[str, Stored] = {}
+    for name, tensor in found.items():
+        place = _PACKED.fullmatch(name)
+        if config.experts is None or place is None:
+            split[name] = tensor
+            continue
+        parts = _parts(file, config, tensor, *place.groups())
+        twice = [part for part in parts if part in found]
+        if twice:
+            raise CheckpointError(f"{file}: {name} and {twice[0]}: expected one of the two")
+        split |= parts
+    return split
+
+
+def _parts(file: Path, config: Any, tensor: Stored, module: str, kind: str) -> dict[str, Stored]:
+    C, E, H = config.n_embd, config.n_expert, config.n_ff_expert
+    shape, halves = (E, C, H), ("down_proj",)
+    if kind == "gate_up_proj":
+        shape, halves = (E, 2 * H, C), ("gate_proj", "up_proj")
+    if tensor.shape != shape or tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{file}: {tensor.label}: expected shape {shape} of {', '.join(DTYPES)}, got "
+            f"{tensor.shape} of {tensor.dtype}"
+        )
+    names = [f"{module}{n}.{half}.weight" for n in range(E) for half in halves]
+    rows = shape[1] // len(halves)
+    matrix = replace(tensor, shape=(len(names) * rows, shape[2]))
+    return {name: matrix.rows(n * rows, (n + 1) * rows) for n, name in enumerate(names)}

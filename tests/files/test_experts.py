@@ -1,0 +1,89 @@
+"""Mixtures of experts in files: both forms of `transformers`, and tensors that are wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gpt2block
+from gpt2block import CheckpointError, InputError
+from gpt2block.files.checkpoints import Checkpoint
+from tests.command_line import gpt2block as command
+from tests.files.test_transformers_folders import GOLDEN, folder
+from tests.refusals import assert_same_tensors
+
+Tensors = dict[str, NDArray[Any]]
+FIRST = "model.layers.0.mlp.experts."
+
+
+def packed(tensors: Tensors) -> Tensors:
+    """Return tensors as `transformers` 5 keeps them in memory."""
+    kept = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for module in {name.partition(".experts.")[0] + ".experts." for name in {*tensors} - {*kept}}:
+        count = sum(name.startswith(module) for name in tensors) // 3
+        gate, up, down = (
+            np.stack([tensors[f"{module}{n}.{part}_proj.weight"] for n in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        kept[f"{module}gate_up_proj"] = np.concatenate([gate, up], 1)
+        kept[f"{module}down_proj"] = down
+    return kept
+
+
+def without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {n: array for n, array in tensors.items() if n != name}
+
+
+def more(name: str, like: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: tensors[like]}
+
+
+def swapped(tensors: Tensors) -> Tensors:
+    name = f"{FIRST}down_proj"
+    return {**packed(tensors), name: packed(tensors)[name].swapaxes(1, 2).copy()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+def test_packed_experts_are_those_of_the_hub(name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", name, packed)
+    assert_same_tensors(Checkpoint.open(path), Checkpoint.open(GOLDEN / name))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(f"{FIRST}3.up_proj.weight"), "1 tensors missing: .*mlp.experts.3.up_proj"),
+        (without("model.layers.2.mlp.gate.weight"), "1 tensors missing: layers.2.mlp.gate.weight"),
+        (more(f"{FIRST}7.up_proj.weight", f"{FIRST}0.up_proj.weight"),
+         "1 tensors unexpected: layers.0.mlp.experts.7.up_proj"),
+        (swapped, r"experts.down_proj: expected shape \(7, 36, 12\) of .*, got \(7, 12, 36\)"),
+        (lambda tensors: tensors | packed(tensors), "experts.0.*: expected one of the two"),
+        (lambda tensors: packed(tensors) | {f"{FIRST}down_proj": np.ones((7, 36, 12), np.int8)},
+         "experts.down_proj: expected shape .* of float64, .*, got .* of I8"),
+    ],
+)  # fmt: skip
+def test_wrong_experts(change: Callable[[Tensors], Tensors], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(folder(tmp_path / "model", "qwen3_moe", change))
+
+
+def test_a_router_is_finite(tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.gate.weight"
+    path = folder(tmp_path / "model", "qwen3_moe", lambda of: of | {name: of[name] * np.nan})
+    with pytest.raises(InputError, match=r"h\.2\.router: 252 of 252 weights"):
+        gpt2block.from_pretrained(path, device="cpu")
+
+
+def test_active_parameters() -> None:
+    """A token uses three of seven experts in two of three blocks."""
+    found = command("info", GOLDEN / "qwen3_moe", "--json").json
+    sizes = {each["name"]: math.prod(each["shape"]) for each in found["tensors"]}
+    experts = sum(size for name, size in sizes.items() if name.endswith("_experts"))
+    assert experts == 2 * 3 * 7 * 36 * 12
+    assert found["parameters"] - found["active_parameters"] == experts * 4 // 7
