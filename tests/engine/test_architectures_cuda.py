@@ -33,10 +33,12 @@ from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.nanochat import NanoChatConfig
 from gpt2block.models.architectures.olmo2 import Olmo2Config
 from gpt2block.models.architectures.olmo3 import Olmo3Config
+from gpt2block.models.architectures.olmoe import OlmoeConfig
 from gpt2block.models.architectures.phi3 import Phi3Config
 from gpt2block.models.architectures.qwen2 import Qwen2Config
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.architectures.qwen3_5 import Qwen35Config
+from gpt2block.models.architectures.qwen3_moe import Qwen3MoeConfig
 from gpt2block.models.architectures.smollm3 import SmolLM3Config
 from gpt2block.models.config import ModelConfig
 from gpt2block.models.config.llama import LlamaConfig
@@ -76,6 +78,7 @@ class Geglu(MistralConfig):
     GATE = "gelu"
 
 
+EXPERTS = {"n_expert": 6, "n_expert_used": 3}
 # Numbers and sizes of the heads of gated delta nets
 DELTA_HEADS = {"n_k_head": 2, "n_v_head": 4, "k_size": 16, "v_size": 16}
 OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
@@ -114,6 +117,8 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "lfm2": (Lfm2Config, {"conv_layers": (True, False)}),
     "lfm2-bias": (Lfm2Config, {"conv_layers": (False, True), "conv_bias": True}),
     "qwen3_5": (Qwen35Config, {"delta_layers": (True, False), "rotary": 16, **DELTA_HEADS}),
+    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "n_ff_expert": 32, "expert_layers": (False, True)}),
+    "olmoe": (OlmoeConfig, EXPERTS),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
@@ -139,7 +144,7 @@ def cases() -> list[Any]:
     found: list[Any] = [("emulator", ("gpt2", "bfloat16", False))]
     for case in (
         ("llama", "float32"), ("phi3", "bfloat16"), ("qwen3", "float16"),
-        ("gemma4", "float8_e4m3fn"), ("lfm2", "float8_e4m3fn"),
+        ("gemma4", "float8_e4m3fn"), ("lfm2", "float8_e4m3fn"), ("qwen3_moe", "bfloat16"),
     ):  # fmt: skip
         found.append(slow("emulator", (*case, False)))
     return found + [pytest.param("gpu", case, marks=GPU.marks) for case in everywhere]
