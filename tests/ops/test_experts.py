@@ -34,7 +34,7 @@ ROUTED = [(1, 128, 4, 1), (3, 100, 2, 2), (8, 260, 40, 8), (17, 64, 128, 6), slo
 @pytest.mark.parametrize(("M", "C", "E", "n_used"), ROUTED)
 def test_route(M: int, C: int, E: int, n_used: int, options: Any, device: Any) -> None:
     """A row has the same bits alone; of equal scores, the lower number is first."""
-    x, router = plain.normal(0, M, C) / 4, plain.normal(1, E, C) / 4
+    x, router = plain.normal(0, M, C) / np.float32(C**0.5), plain.normal(1, E, C) / 2
     bias = np.linspace(0, 1, E, dtype="f4") if options else None
     router[E // 2] = router[0]
     if bias is not None:
@@ -76,6 +76,7 @@ def draw(M: int, E: int, n_used: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize(("routes", "E", "rows"), [
     (draw(1, 4, 2), 4, 8), (draw(70, 128, 8), 128, 8), (draw(17, 5, 3), 5, 4),
     (draw(3, 2, 1), 2, 1), (routes_of(np.full((70, 1), 2)), 4, 16),
+    (routes_of(np.arange(4500)[:, None] % 3), 4, 8),
 ])  # fmt: skip
 def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
     found = run(device, "expert_tiles", routes, n_expert=E, rows=rows)
