@@ -122,6 +122,14 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
+MIXED: dict[str, Any] = {"n_expert": 5, "n_expert_used": 2}
+MIXTURES: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {**MIXED, "n_ff_expert": 64, "expert_layers": (True, False), "norm_topk_prob": False},
+    ),
+    "olmoe": (OlmoeConfig, {**MIXED, "norm_topk_prob": True}),
+}
 WINDOW = 70  # window of a wide model, if the architecture has windows
 WIDE: dict[str, Any] = {
     "head_size": 128,
@@ -161,7 +169,7 @@ def made(case: Case, device: str) -> Model[Any]:
     name, dtype, wide = case
     if name == "gpt2":
         return model_of(GPT2Config(2, 4, 512, 200, 53) if wide else GPT2, device, dtype)
-    kind, own = OWN[name]
+    kind, own = {**OWN, **MIXTURES}[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
     return model_of(kind(**{**SIZES, **(WIDE if wide else {}), **own}), device, dtype)
 
@@ -177,7 +185,7 @@ def model_of(config: ModelConfig, device: str, dtype: str) -> Model[Any]:
     return Model.from_tensors(config, tensors, device, dtype, FORMATS[dtype])
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN, *MIXTURES])
 def test_no_activation_is_above_its_bound(name: str) -> None:
     """Operands of products and the residual stream are checked, with very different weights."""
     model = made((name, "float32", False), "cpu")

@@ -141,12 +141,19 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "kv_unit"),
-    [("float32", 0), ("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float8_e4m3fn", 2.0**-8)],
+    ("name", "dtype", "kv_unit"),
+    [
+        ("llama-grouped", "float32", 0),
+        ("llama-grouped", "bfloat16", 2.0**-8),
+        ("llama-grouped", "float16", 2.0**-11),
+        ("llama-grouped", "float8_e4m3fn", 2.0**-8),
+        ("qwen3_moe", "float32", 0),
+        ("olmoe", "float8_e4m3fn", 2.0**-8),
+    ],
 )
-def test_every_step_errs_by_rounding(dtype: str, kv_unit: float, cached: bool) -> None:
+def test_every_step_errs_by_rounding(name: str, dtype: str, kv_unit: float, cached: bool) -> None:
     """Steps err by float32's rounding; only attention also by the rounding of the kv_cache."""
-    model, ids = load("llama-grouped", dtype=dtype), expected_of("llama-grouped")["ids"]
+    model, ids = load(name, dtype=dtype), expected_of(name)["ids"]
     rows = model.compare(ids[0], cached)
     steps = [row.name for row in rows]
     assert steps[0] == "embedding"

@@ -196,7 +196,8 @@ class NumpyModel(NumpySteps, StoredModel):
     def trace(self, ids: Ids, cached: bool) -> dict[str, np.ndarray]:
         do = self.executor(self._pass(ids, cached), keep=None)
         self._run(do, "logits", 1 if cached else len(ids))
-        return {name: made for name, made in do.kept.items() if not name.endswith(".kv")}
+        unshown = ".kv", ".tiles"
+        return {name: made for name, made in do.kept.items() if not name.endswith(unshown)}
 
     def run_alone(
         self, ids: Ids, cached: bool, exact: Mapping[str, np.ndarray]

@@ -44,7 +44,7 @@ _OF_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "qua
 _ABSENT = {"model_type": "mistral", "tie_word_embeddings": True}
 # Unsupported parts of models, and the keys of their configs
 _UNSUPPORTED = {
-    "mixtures of experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "other mixtures of experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "layers of Mamba": ("mamba_d_state", "ssm_state_size", "state_size"),
     "layers of convolutions": ("conv_L_cache",),
     "images": ("vision_config",), "sounds": ("audio_config",),

@@ -50,8 +50,8 @@ from gpt2block.models.architectures.architecture import Architecture
 from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
-    gpt2, llama, qwen2, qwen3, qwen3_5, mistral, ministral3, granite, granitemoehybrid, smollm3,
-    phi3, lfm2, olmo2, olmo3, nanochat, gemma3, gemma4, qwen3_moe, olmoe,
+    gpt2, llama, qwen2, qwen3, qwen3_moe, qwen3_5, mistral, ministral3, granite, granitemoehybrid,
+    smollm3, phi3, lfm2, olmo2, olmo3, olmoe, nanochat, gemma3, gemma4,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window
