@@ -643,7 +643,7 @@ def route(
     return np.concatenate([chosen.astype(x.dtype), weights * x.dtype.type(factor)], axis=-1)
 
 
-@takes("routes f32 M R -> tiles i32 min(M*R//2,M*R//2//rows+n_expert) 1+rows")
+@takes("routes f32 M R -> tiles i32 1*min(M*R//2,M*R//2//rows+n_expert) 1+rows")
 def expert_tiles(routes: Array, n_expert: int, rows: int) -> NDArray[np.int32]:
     """Sort the choices of all rows by expert, and divide them into tiles of one expert each.
 

@@ -56,6 +56,7 @@ from gpt2block.ops.engines.epilogues import (
     check_rope_heads,
 )
 from gpt2block.ops.engines.thresholds import SAME_ENGINE, min_weights
+from gpt2block.ops.experts import STEPS as EXPERTS
 from gpt2block.ops.gated_sums import GATED_SUMS, LINEAR_SUMS, ROPE_SUMS
 from gpt2block.ops.gguf import chunk_sums
 from gpt2block.ops.low_rank import ADD_LOW_RANK
@@ -460,6 +461,7 @@ OPERATION = Operation(
         ADD_LOW_RANK,
         *(LINEAR_QKV, LINEAR_ROPE, LINEAR_SUMS, ROPE_SUMS, GATED_SUMS),
         *(ALL_GATHER, ALL_GATHER_NORM),
+        *EXPERTS,
     ),
     workload=Workload(
         idea="[residual +] [gelu]((norm(x) or x) W + bias)",

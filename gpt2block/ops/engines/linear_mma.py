@@ -93,16 +93,18 @@ def layout(
     sms: int,
     columns: Sequence[int] = COLUMNS,
     overlaps: bool = True,
+    row_blocks: int = 0,
 ) -> MmaLayout:
     """Return the layout for x (M, K) on a GPU with `sms` multiprocessors.
 
     dtype: dtype of the weights. columns: possible columns per block, in descending order; the
     last number is used if no other fits. Only COLUMNS permits warps that loop over groups of them.
-    overlaps: whether launches overlap.
+    overlaps: whether launches overlap. row_blocks: number of blocks with the same columns, which do
+    not loop over groups of them; 0: as many blocks as M rows need.
     """
-    if N >= MANY_COLUMNS and columns == COLUMNS:
+    if N >= MANY_COLUMNS and columns == COLUMNS and not row_blocks:
         return _loop(M, N, K, dtype, sms)
-    return _block(M, N, K, dtype, sms, columns, overlaps)
+    return _block(M, N, K, dtype, sms, columns, overlaps, row_blocks)
 
 
 def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
@@ -120,7 +122,14 @@ def _loop(M: int, N: int, K: int, dtype: str, sms: int) -> MmaLayout:
 
 
 def _block(
-    M: int, N: int, K: int, dtype: str, sms: int, possible: Sequence[int], overlaps: bool
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    sms: int,
+    possible: Sequence[int],
+    overlaps: bool,
+    row_blocks: int,
 ) -> MmaLayout:
     """Return a layout for fewer outputs, in which each block computes one group of columns.
 
@@ -132,7 +141,7 @@ def _block(
     limits = FLOATS if floats else NARROW
     rows = next((rows for up_to, rows in limits.rows if up_to >= M), limits.max_rows)
     rows = min(rows, power_of_two(M))
-    row_blocks = ceil(M / rows)
+    row_blocks = row_blocks or ceil(M / rows)
     parts, each = splits(K)
     share = MIN_BLOCKS[floats or each > 1 or row_blocks > 1] if overlaps else MIN_BLOCKS_ALONE
     fewest = sms / share

@@ -5,6 +5,7 @@
 #include "lib/common.cuh"
 #include "lib/fresh.cuh"
 #include "lib/layernorm.cuh"
+#include "lib/decode/experts.cuh"
 #include "lib/decode/order.cuh"
 #include "lib/split_sums.cuh"
 
@@ -145,7 +146,7 @@ struct Input {
     static constexpr int BYTES = DECODE_ROWS * (PITCH + (DECODE_NORM == 2 ? 4 * SPLITS : DECODE_NORM ? 8 : 0));
 
     // Returns row r of the block in x; the last row of x in place of rows after it.
-    __device__ __forceinline__ const float* row(int r) const { return x + (long long)min(first + r, M - 1) * DECODE_K; }
+    __device__ __forceinline__ const float* row(int r) const { return x + x_row(min(first + r, M - 1)) * DECODE_K; }
     // Returns the place in shared memory of row r's values or terms in a split.
     __device__ __forceinline__ char* values(int r, int split) const {
         return shared + r * PITCH + (DECODE_ALONE ? 0 : split) * SPLIT_BYTES;

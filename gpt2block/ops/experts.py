@@ -1,0 +1,240 @@
+"""The operations of mixtures of experts: feed-forwards of which each row uses a few.
+
+`route` chooses the experts of each row, `expert_tiles` sorts the choices by expert, `experts_gated`
+and `experts_down` multiply rows by the matrices of their experts, and `add_experts` adds the
+weighted results. Kernels: experts/route.cu, experts/tiles.cu and matmul/decode/experts.cu. A row
+has the same bits in any batch: a product of an expert has the bits of `linear` with option
+decoding.
+"""
+
+from __future__ import annotations
+
+from math import ceil, gcd
+from typing import NamedTuple
+
+from gpt2block.checks import check_integer
+from gpt2block.cuda.arrays import check_address
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, nonzero_defines
+from gpt2block.errors import InputError
+from gpt2block.ops.call import Call, Refusal, UncheckedCall, accept
+from gpt2block.ops.engines import linear_mma as mma
+from gpt2block.ops.engines.rows import WARP, power_of_two
+from gpt2block.ops.operands import count_define, rounds
+from gpt2block.ops.operation import REQUIRED, Operation, variant
+from gpt2block.ops.products import gate_define, limits, storage_of
+
+ROUTE, TILES, PRODUCT = "experts/route.cu", "experts/tiles.cu", "matmul/decode/experts.cu"
+MAX_EXPERTS = 512
+MAX_USED = 32  # MAX_USED of route
+# Constants of route
+ROUTE_WARPS, HELD, FOUR = 16, 16, 4  # HELD: vectors of the router's weights per lane
+CLUSTER = 8  # most blocks that divide the experts of a row
+FEW_ROUTED, FEW_ROWS = 64, 4  # rows up to which blocks route FEW_ROWS rows
+MANY_ROWS, MANY_EACH = 8, 4  # rows per block, and experts per warp, for more rows
+SORTING, ADDING = 512, 256  # most threads of expert_tiles, threads of add_experts
+
+
+class ExpertProduct(NamedTuple):
+    """The facts by which the kernel for experts is planned.
+
+    M: rows of x. T, places: tiles, and choices per tile. N, K: sizes of an expert's matrix. dtype:
+    dtype of the weights. up: whether there are two matrices.
+    """
+
+    M: int
+    T: int
+    places: int
+    N: int
+    K: int
+    dtype: str
+    up: bool
+
+
+def plan(p: ExpertProduct) -> Geometry | Refusal:
+    """Return the launch of the kernel for the products of all tiles, or the reason to refuse."""
+    outputs, columns = p.N * (1 + p.up), mma.PAIRED_COLUMNS if p.up else mma.COLUMNS
+    instead = ": use weights of another dtype, or device='cpu'"
+    refused = mma.refusal(p.dtype, p.K, instead)
+    if refused:
+        return refused
+    card, rows = limits(mma.STATIC), min(p.M, p.places)  # a row chooses an expert at most once
+    cut = mma.layout(
+        rows, outputs, p.K, p.dtype, card["sms"], columns, gpu().has_overlap, row_blocks=p.T
+    )
+    geometry = mma.geometry(p.places, outputs, p.K, p.dtype, cut=cut, **card)
+    if geometry is None:
+        return Refusal(f"K {p.K:,}: a row does not fit in shared memory{instead}")
+    blocks, shares = geometry.grid
+    too_many = f"{p.T:,} tiles: expected at most {mma.MAX_BLOCKS // shares:,}: pass fewer rows"
+    refused = Refusal.first((p.T * shares > mma.MAX_BLOCKS, too_many))
+    return refused or geometry._replace(kernel="decode_experts", grid=(blocks, p.T * shares))
+
+
+def _product(c: Call, M: int, chosen: int) -> Launch:
+    """Return a launch of products with experts. chosen: number of choices of a row of x."""
+    w, up = c.w, c.up
+    p = ExpertProduct(M, c.T, c.R - 1, w.N // c.n_expert, c.K, w.dtype, up is not None)
+    geometry = accept(plan(p))
+    c.check_addresses("x")
+    defines = (("DECODE_EXPERTS", chosen), *count_define(c.rounded))
+    args = {"x": c.x, "tiles": c.tiles, "N": p.N, "places": p.places, "out": c.output("out")}
+    for name, matrix in (("w", w), ("up", up)):
+        if matrix is not None:
+            check_address(name, matrix.data)
+            args |= {name: matrix.data, "scale" if name == "w" else "up_scale": matrix.scale}
+    if up is not None:
+        defines += (("DECODE_UP", 1), *gate_define(c.gelu))
+    return launch_at(PRODUCT, geometry.with_defines(defines), args, *storage_of(w))
+
+
+@variant("experts routed", ROUTE, "route")
+def _route(c: Call) -> Launch:
+    c.check_addresses("x", "router")
+    few = c.M <= FEW_ROUTED
+    rows = power_of_two(min(c.M, FEW_ROWS)) if few else MANY_ROWS
+    each = 1 if few else MANY_EACH
+    vectors = min(HELD // each, ceil(c.C / (FOUR * WARP)))
+    shares = ceil(c.E / (ROUTE_WARPS * each))
+    cluster = min(CLUSTER, power_of_two(shares)) if gpu().has_clusters else 1
+    defines = nonzero_defines(
+        ROUTE_ROWS=rows, ROUTE_EACH=each, ROUTE_VECTORS=vectors, ROUTE_CLUSTER=cluster,
+        ROUTE_SIGMOID=c.sigmoid,
+    )  # fmt: skip
+    shared = 4 * rows * (FOUR * WARP * vectors + 2 * c.E + MAX_USED)
+    grid = (cluster, ceil(c.M / rows))
+    geometry = Geometry("route", grid, (WARP * ROUTE_WARPS,), shared, defines)
+    sizes = (c.M, c.C, c.E, c.n_used, int(c.normed), float(c.factor))
+    return launch_at(ROUTE, geometry, (c.x, c.router, c.bias, c.output("routes"), *sizes))
+
+
+@variant("experts sorted", TILES, "expert_tiles")
+def _sorted(c: Call) -> Launch:
+    choices = c.M * c.R // 2
+    threads = min(SORTING, max(WARP, power_of_two(choices)))
+    geometry = Geometry("expert_tiles", (c.n_expert,), (threads,), 4 * c.n_expert, _used(c))
+    tiles = c.output("tiles")
+    sizes = (choices, c.n_expert, c.rows, len(tiles))
+    return launch_at(TILES, geometry, (c.routes, tiles, *sizes))
+
+
+@variant("experts gated", PRODUCT, "decode_experts")
+def _gated(c: Call) -> Launch:
+    return _product(c, c.M, c.n_used)
+
+
+@variant("experts down", PRODUCT, "decode_experts")
+def _down(c: Call) -> Launch:
+    return _product(c, c.P, 1)
+
+
+@variant("experts added", TILES, "add_experts")
+def _added(c: Call) -> Launch:
+    width = gcd(FOUR, c.N)
+    c.check_addresses("y", "residual", "out", loaded=width)
+    grid = (ceil(c.N / width / ADDING), c.M)
+    geometry = Geometry("add_experts", grid, (ADDING,), 0, (("ADD_WIDTH", width), *_used(c)))
+    return launch_at(TILES, geometry, (c.y, c.routes, c.residual, c.output("out"), c.N))
+
+
+def _used(c: Call) -> Defines:
+    """Return the constant for the number of experts that each row uses."""
+    return (("EXPERTS_USED", c.R // 2),)
+
+
+def _prepare_route(unchecked: UncheckedCall) -> Call:
+    """Check a call of `route`."""
+    c = unchecked.checked()
+    most = min(c.E, MAX_USED)
+    check_integer("n_used", c.n_used, 1, most, f"1 to {most}")
+    if c.C % FOUR or c.E > MAX_EXPERTS:
+        raise InputError(
+            f"router: expected, on a GPU, up to {MAX_EXPERTS} experts, and a multiple of "
+            f"{FOUR} channels, got ({c.E}, {c.C}): device='cpu' computes all sizes"
+        )
+    return c
+
+
+def _prepare_tiles(unchecked: UncheckedCall) -> Call:
+    """Check a call of `expert_tiles`, but not the numbers of experts in routes."""
+    for name, most in (("n_expert", MAX_EXPERTS), ("rows", 2**15)):
+        check_integer(name, unchecked.options[name], 1, most, f"1 to {most:,}")
+    c = unchecked.checked()
+    _check_routes(c)
+    return c
+
+
+def _prepare_gated(unchecked: UncheckedCall) -> Call:
+    """Check a call of `experts_gated`, but not the numbers in tiles. x_dtype: as in `linear`."""
+    check_integer("n_used", unchecked.options["n_used"], 1, MAX_USED, f"1 to {MAX_USED}")
+    c = _prepare_product(unchecked)
+    c.w, c.up = c.w_gate, c.w_up
+    if c.up.dtype != c.w.dtype:
+        raise InputError(f"w_up: {c.up.dtype}: expected {c.w.dtype}, as w_gate has")
+    return _checked_product(c)
+
+
+def _prepare_down(unchecked: UncheckedCall) -> Call:
+    """Check a call of `experts_down`, but not the numbers in tiles. x_dtype: as in `linear`."""
+    c = _prepare_product(unchecked)
+    c.x, c.w, c.up = c.h, c.w_down, None
+    return _checked_product(c)
+
+
+def _prepare_product(unchecked: UncheckedCall) -> Call:
+    number = unchecked.options["n_expert"]
+    check_integer("n_expert", number, 1, MAX_EXPERTS, f"1 to {MAX_EXPERTS}")
+    return unchecked.checked()
+
+
+def _checked_product(c: Call) -> Call:
+    c.rounded = rounds(c.x_dtype, c.w.dtype)
+    if c.w.N % c.n_expert:
+        raise InputError(f"w: {c.w.N:,} outputs: expected a multiple of {c.n_expert} experts")
+    if c.T == 0 or c.R < 2:
+        raise InputError(f"tiles: expected one tile and one choice or more, got ({c.T}, {c.R})")
+    return c
+
+
+def _prepare_sum(unchecked: UncheckedCall) -> Call:
+    """Check a call of `add_experts`."""
+    c = unchecked.checked()
+    _check_routes(c)
+    if c.P != c.M * c.R // 2:
+        raise InputError(f"y: expected {c.M * c.R // 2} rows, one for each choice, got {c.P}")
+    return c
+
+
+def _check_routes(c: Call) -> None:
+    if c.R % 2 or not 2 <= c.R <= 2 * MAX_USED:
+        expected = f"an even number of columns, up to {2 * MAX_USED}"
+        raise InputError(f"routes: expected {expected}, got {c.R}")
+
+
+STEPS = (
+    Operation(
+        name="route",
+        variants=(_route,),
+        options={"n_used": REQUIRED, "sigmoid": False, "normed": False, "factor": 1.0},
+        prepare=_prepare_route,
+    ),
+    Operation(
+        name="expert_tiles",
+        variants=(_sorted,),
+        options={"n_expert": REQUIRED, "rows": REQUIRED},
+        prepare=_prepare_tiles,
+    ),
+    Operation(
+        name="experts_gated",
+        variants=(_gated,),
+        options={"n_expert": REQUIRED, "n_used": REQUIRED, "gelu": False, "x_dtype": None},
+        prepare=_prepare_gated,
+    ),
+    Operation(
+        name="experts_down",
+        variants=(_down,),
+        options={"n_expert": REQUIRED, "x_dtype": None},
+        prepare=_prepare_down,
+    ),
+    Operation(name="add_experts", variants=(_added,), prepare=_prepare_sum),
+)

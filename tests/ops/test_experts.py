@@ -1,0 +1,147 @@
+"""Mixtures of experts: compared with float64, and with the bits of `linear` for a row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpt2block import InputError, reference
+from gpt2block.models.weights.matrix import WeightMatrix
+from gpt2block.ops import registry
+from tests import plain
+from tests.devices import assert_same_bits, every_device, on_hopper, one_order, slow
+
+ROUNDING = {"float32": 0, "bfloat16": 2.0**-16, "float16": 2.0**-21, "float8_e4m3fn": 2.0**-21}
+
+
+def run(device: Any, name: str, *inputs: Any, **options: Any) -> Any:
+    """Run an operation on NumPy arrays and matrices, and return its result in NumPy."""
+    given = [each.mapped(device.asarray) if isinstance(each, WeightMatrix)
+             else each if each is None else device.asarray(each) for each in inputs]  # fmt: skip
+    return registry.bind(name, given, **options).run().get()
+
+
+# (M, C, E, n_used): one row and many, experts that lanes, warps and blocks divide unequally
+ROUTED = [(1, 128, 4, 1), (3, 100, 2, 2), (8, 260, 40, 8), (17, 64, 128, 6), slow(70, 2052, 96, 3)]
+
+
+@one_order
+@pytest.mark.parametrize("options", [{}, {"sigmoid": True, "normed": True, "factor": 2.5}])
+@pytest.mark.parametrize(("M", "C", "E", "n_used"), ROUTED)
+def test_route(M: int, C: int, E: int, n_used: int, options: Any, device: Any) -> None:
+    """A row has the same bits alone; of equal scores, the lower number is first."""
+    x, router = plain.normal(0, M, C) / 4, plain.normal(1, E, C) / 4
+    bias = np.linspace(0, 1, E, dtype="f4") if options else None
+    router[E // 2] = router[0]
+    if bias is not None:
+        bias[E // 2] = bias[0]
+    found = run(device, "route", x, router, bias, n_used=n_used, **options)
+    exact = plain.exact("route", x, router, bias, n_used=n_used, **options)
+    np.testing.assert_array_equal(found[:, :n_used], exact[:, :n_used])
+    np.testing.assert_allclose(found, exact, rtol=3e-6)
+    for m in {0, M // 2, M - 1}:
+        alone = run(device, "route", x[m : m + 1], router, bias, n_used=n_used, **options)
+        assert_same_bits(alone, found[m : m + 1])
+
+
+@on_hopper
+def test_route_by_clusters_and_with_nan(device: Any) -> None:
+    """Any number of rows has the bits of one cluster per row. A row with NaN chooses experts."""
+    x, router = plain.normal(0, 67, 132), plain.normal(1, 70, 132)
+    x[1] = np.nan
+    found = run(device, "route", x, router, None, n_used=4)
+    np.testing.assert_array_equal(found[1, :4], range(4))
+    np.testing.assert_array_equal(found[:, :4], reference.route(x, router, n_used=4)[:, :4])
+    for rows in (slice(0, 5), slice(66, 67)):
+        assert_same_bits(run(device, "route", x[rows], router, None, n_used=4), found[rows])
+
+
+def routes_of(chosen: Any) -> Any:
+    """Return routes with these numbers of experts, and any weights."""
+    numbers = np.asarray(chosen, np.float32)
+    return np.concatenate([numbers, plain.normal(9, *numbers.shape)], axis=1)
+
+
+def draw(M: int, E: int, n_used: int, seed: int = 0) -> Any:
+    """Return routes of random experts; the last expert is never chosen if there are others."""
+    rng = np.random.default_rng(seed)
+    return routes_of([rng.permutation(max(n_used, E - 1))[:n_used] for _ in range(M)])
+
+
+@every_device
+@pytest.mark.parametrize(("routes", "E", "rows"), [
+    (draw(1, 4, 2), 4, 8), (draw(70, 128, 8), 128, 8), (draw(17, 5, 3), 5, 4),
+    (draw(3, 2, 1), 2, 1), (routes_of(np.full((70, 1), 2)), 4, 16),
+])  # fmt: skip
+def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
+    found = run(device, "expert_tiles", routes, n_expert=E, rows=rows)
+    np.testing.assert_array_equal(found, reference.expert_tiles(routes, n_expert=E, rows=rows))
+    M, n_used = len(routes), routes.shape[1] // 2
+    for N in (36, 7):
+        y, residual = plain.normal(1, M * n_used, N), plain.normal(2, M, N)
+        arrays = [device.asarray(each) for each in (y, routes, residual)]
+        added = registry.bind("add_experts", arrays, out=arrays[2]).run().get()
+        exact = plain.exact("add_experts", y, routes, residual)
+        np.testing.assert_allclose(added, exact, rtol=0, atol=4e-7 * n_used * np.abs(exact).max())
+
+
+# (M, K, N, E, n_used, places, dtype of weights, whether x is rounded)
+PRODUCTS = [
+    (1, 80, 24, 4, 2, 8, "bfloat16", False), (3, 128, 33, 2, 1, 8, "float16", True),
+    (17, 136, 16, 5, 3, 8, "float32", False), (8, 1040, 8, 3, 2, 8, "float8_e4m3fn", True),
+    slow(70, 96, 40, 4, 1, 16, "bfloat16", False), slow(2, 64, 8, 128, 8, 4, "float16", False),
+]  # fmt: skip
+
+
+@one_order
+@pytest.mark.parametrize(("M", "K", "N", "E", "n_used", "places", "dtype", "rounded"), PRODUCTS)
+def test_products(
+    M: int, K: int, N: int, E: int, n_used: int, places: int, dtype: str, rounded: bool, device: Any
+) -> None:
+    """Every choice has the bits of `linear` with this row and with the expert's matrix."""
+    routes = draw(M, E, n_used) if M < 70 else routes_of(np.full((M, 1), E - 2))
+    tiles = reference.expert_tiles(routes, n_expert=E, rows=places)
+    x = plain.normal(0, M, K)
+    if rounded:
+        x = x.astype(np.float16).astype(np.float32)
+    weights = [(plain.normal(n, E * N, K) - 0.5) / K**0.5 for n in (1, 2)]
+    gate, up = (WeightMatrix.quantize(w, dtype, "NK") for w in weights)
+    options: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
+    choices = np.arange(M * n_used)
+    experts, of_row = routes[:, :n_used].astype(int).ravel(), choices // n_used
+    for name, rows, matrices, own in (
+        ("experts_gated", of_row, (gate, up), {"n_used": n_used, "gelu": M == 3}),
+        ("experts_down", choices, (gate,), {}),
+    ):
+        given = x if name == "experts_gated" else x[of_row]
+        found = run(device, name, given, *matrices, tiles, n_expert=E, **own, **options)
+        exact = plain.exact(name, given, *matrices, tiles, n_expert=E, **own)
+        np.testing.assert_allclose(
+            found, exact, rtol=0, atol=(ROUNDING[dtype] + 2e-6) * np.abs(exact).max()
+        )
+        for c in {0, len(choices) // 2, len(choices) - 1}:
+            e, x_row = int(experts[c]), given[rows[c], None]
+            w, *ups = (each.columns(e * N, e * N + N) for each in matrices)
+            inputs = x_row, w, None, None, None, None, *ups
+            as_linear = {"gelu": own.get("gelu", False), "decoding": True, "variant": "mma"}
+            alone = run(device, "linear", *inputs, **as_linear, **options)
+            assert_same_bits(found[c : c + 1], alone)
+
+
+def test_wrong_arguments() -> None:
+    x, routes = plain.normal(0, 2, 16), draw(2, 4, 2)
+    w = WeightMatrix.quantize(plain.normal(1, 24, 16).astype(ml_dtypes.bfloat16), "bfloat16", "NK")
+    sizes = {"n_expert": 4, "rows": 8}
+    tiles = reference.expert_tiles(routes, **sizes)
+    for message, name, inputs, options in (
+        ("n_used: expected 1 to 3", "route", (x, x[[0, 1, 1]]), {"n_used": 4}),
+        ("router: expected, on a GPU, up to 512", "route", (x[:, :6].copy(),) * 2, {"n_used": 1}),
+        ("w: 24 outputs: expected a multiple of 5", "experts_down", (x, w, tiles), {"n_expert": 5}),
+        ("routes: expected an even number", "expert_tiles", (x[:, :3].copy(),), sizes),
+        ("y: expected 4 rows", "add_experts", (x, routes, x), {}),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            registry.bind(name, inputs, **options)
