@@ -18,20 +18,21 @@ __device__ __forceinline__ long long x_row(int r) { return r; }
 #endif
 
 #if DECODE_EXPERTS
-// The work of block row blockIdx.y. tiles (T, 1 + places): up to ROWS choices of a tile. An earlier kernel writes
-// `tiles`, so the expert, and the place of its weights, are known only after the wait for the previous kernel.
+// The work of block row blockIdx.y. tiles (T, 1 + places): up to ROWS of the up to `most` choices of a tile. An earlier
+// kernel writes `tiles`, so the expert, and the place of its weights, are known only after the wait for the previous
+// kernel.
 template <int ROWS>
 struct ExpertShare {
     int expert;
     int count;  // choices; 0: none, the block has no work
 
-    __device__ __forceinline__ ExpertShare(const int* tiles, int places) {
+    __device__ __forceinline__ ExpertShare(const int* tiles, int places, int most) {
         static_assert(ROWS <= 16, "the block's choices");
         let_next_start();
         wait_for_previous();
-        const int shares = (places + ROWS - 1) / ROWS, at = blockIdx.y % shares * ROWS + threadIdx.x;
+        const int shares = (most + ROWS - 1) / ROWS, at = blockIdx.y % shares * ROWS + threadIdx.x;
         const int* const tile = tiles + (long long)(blockIdx.y / shares) * (1 + places);
-        const int choice = threadIdx.x < ROWS && at < places ? __ldcg(tile + 1 + at) : -1;
+        const int choice = threadIdx.x < ROWS && at < most ? __ldcg(tile + 1 + at) : -1;
         expert = __ldcg(tile);
         if (choice >= 0) choices[threadIdx.x] = choice;
         count = __syncthreads_count(choice >= 0);

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_expe
     float* out,                          // (P, N)
     int N, int places) {
     extern __shared__ float4 shared[];
-    const ExpertShare<DECODE_ROWS> share(tiles, places);
+    const ExpertShare<DECODE_ROWS> share(tiles, places, places);
     if (share.count == 0) return;
     const long long first = (long long)share.expert * N;  // the first column of the expert
     Input input{x, nullptr, nullptr, 0.0f, share.count, 0, reinterpret_cast<char*>(shared), 1.0f, nullptr, nullptr, {}};
