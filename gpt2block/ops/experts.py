@@ -35,6 +35,9 @@ CLUSTER = 8  # most blocks that divide the experts of a row
 FEW_ROUTED, FEW_ROWS = 64, 4  # rows up to which blocks route FEW_ROWS rows
 MANY_ROWS, MANY_EACH = 8, 4  # rows per block, and experts per warp, for more rows
 SORTING, ADDING = 512, 256  # most threads of expert_tiles, threads of add_experts
+# Maximum columns of a block for up to FEW_ROUTED rows: several small blocks per multiprocessor wait
+# for memory at different times. For more rows, larger blocks read x less often.
+NARROW = 16
 
 
 class ExpertProduct(NamedTuple):
@@ -55,7 +58,8 @@ class ExpertProduct(NamedTuple):
 
 def plan(p: ExpertProduct) -> Geometry | Refusal:
     """Return the launch of the kernel for the products of all tiles, or the reason to refuse."""
-    outputs, columns = p.N * (1 + p.up), mma.PAIRED_COLUMNS if p.up else mma.COLUMNS
+    outputs, possible = p.N * (1 + p.up), mma.PAIRED_COLUMNS if p.up else mma.COLUMNS
+    columns = tuple(n for n in possible if n <= NARROW or p.M > FEW_ROUTED)
     instead = ": use weights of another dtype, or device='cpu'"
     refused = mma.refusal(p.dtype, p.K, instead)
     if refused:
@@ -80,7 +84,8 @@ def _product(c: Call, M: int, chosen: int) -> Launch:
     geometry = accept(plan(p))
     c.check_addresses("x")
     defines = (("DECODE_EXPERTS", chosen), *count_define(c.rounded))
-    args = {"x": c.x, "tiles": c.tiles, "N": p.N, "places": p.places, "out": c.output("out")}
+    args = {"x": c.x, "tiles": c.tiles, "N": p.N, "T": p.T, "places": p.places}
+    args["out"] = c.output("out")
     for name, matrix in (("w", w), ("up", up)):
         if matrix is not None:
             check_address(name, matrix.data)

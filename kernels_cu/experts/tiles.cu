@@ -8,7 +8,7 @@
 //   are -1
 //
 //   expert_tiles: one block per expert. Each block counts the choices of all experts, which gives the place of its
-//       first tile, and then writes its choices in their order
+//       first tile, and then writes its choices in their order. A warp has neighbouring choices
 //   add_experts: out[m] = residual[m] + (weight 0 y[m K] + weight 1 y[m K + 1] + ...), in the order of the choices; one
 //       thread per vector of columns
 //
@@ -26,6 +26,8 @@
 #define EXPERTS_USED 8
 #endif
 
+constexpr int BATCH = 8;  // loads in flight per thread of expert_tiles
+
 __device__ __forceinline__ int warp_sum(int value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
@@ -37,22 +39,34 @@ extern "C" __global__ void __launch_bounds__(512) expert_tiles(
     const float* routes,  // (M, 2 EXPERTS_USED)
     int* tiles,           // (T, 1 + places)
     int choices, int E, int places, int T) {
-    extern __shared__ int counts[];     // (E)
-    __shared__ int of_warp[2][512 / 32];  // choices of each warp, of this step and of the previous one
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, own = blockIdx.x;
-    const int pitch = 1 + places;
-    const auto expert_of = [&](int choice) {
-        return (int)__ldcg(routes + choice / EXPERTS_USED * 2 * EXPERTS_USED + choice % EXPERTS_USED);
+    extern __shared__ int counts[];  // (E)
+    __shared__ int of_warp[512 / 32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x, pitch = 1 + places;
+    const int each = (choices + blockDim.x - 1) / blockDim.x * 32, begin = warp * each;
+    // Calls use(choice, expert) for each of the warp's choices, which are neighbours, and with expert -1 for others.
+    const auto each_choice = [&](auto use) {
+        for (int first = begin; first < min(begin + each, choices); first += 32 * BATCH) {
+            int experts[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int c = first + 32 * i + lane;
+                const float* const from = routes + c / EXPERTS_USED * 2 * EXPERTS_USED + c % EXPERTS_USED;
+                experts[i] = c < min(begin + each, choices) ? (int)__ldcg(from) : -1;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) use(first + 32 * i + lane, experts[i]);
+        }
     };
     let_next_start();
     for (int e = threadIdx.x; e < E; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     wait_for_previous();
-#pragma unroll 4
-    for (int c = threadIdx.x; c < choices; c += blockDim.x) {
-        const int e = expert_of(c);
+    int found = 0;  // choices of the warp that are of the block's expert
+    each_choice([&](int, int e) {
         if (e >= 0 && e < E) atomicAdd(counts + e, 1);
-    }
+        found += __popc(__ballot_sync(0xffffffffu, e == own));
+    });
+    if (lane == 0) of_warp[warp] = found;
     __syncthreads();
     int first = 0, all = 0;  // the expert's first tile, and the number of tiles of all experts
     for (int e = lane; e < E; e += 32) {
@@ -64,19 +78,14 @@ extern "C" __global__ void __launch_bounds__(512) expert_tiles(
 
     const int count = counts[own], end = (count + places - 1) / places * places;
     int* const to = tiles + (long long)first * pitch;
-    int found = 0;
-    for (int begin = 0, step = 0; found < count; begin += blockDim.x, step ^= 1) {
-        const int c = begin + threadIdx.x;
-        const bool chosen = c < choices && expert_of(c) == own;
-        const unsigned votes = __ballot_sync(0xffffffffu, chosen);
-        if (lane == 0) of_warp[step][warp] = __popc(votes);
-        __syncthreads();
-        int place = found + __popc(votes & ((1u << lane) - 1));
-        for (int w = 0; w < warps; ++w) {
-            if (w < warp) place += of_warp[step][w];
-            found += of_warp[step][w];
-        }
-        if (chosen) to[place / places * pitch + 1 + place % places] = c;
+    int place = warp_sum(lane < warp ? of_warp[lane] : 0);
+    if (found) {
+        each_choice([&](int c, int e) {
+            const unsigned votes = __ballot_sync(0xffffffffu, e == own);
+            const int at = place + __popc(votes & ((1u << lane) - 1));
+            if (e == own) to[at / places * pitch + 1 + at % places] = c;
+            place += __popc(votes);
+        });
     }
     for (int i = count + threadIdx.x; i < end; i += blockDim.x) to[i / places * pitch + 1 + i % places] = -1;
     for (int i = threadIdx.x; i < end / places; i += blockDim.x) to[i * pitch] = own;

@@ -56,6 +56,11 @@ EXAMPLES = {
     "top_logprobs": example({"K": 20}, M=2),
     "kv_append": example(N=3),
     "short_conv": example(W=24),
+    "route": example({"n_used": 2}, E=4),
+    "expert_tiles": example({"n_expert": 4, "rows": 8}),
+    "experts_gated": example({"n_expert": 2, "n_used": 1}, N=4),
+    "experts_down": example({"n_expert": 2}, N=4),
+    "add_experts": example(P=3),
     "kv_round": example({**HEADS, "kv_dtype": "float8_e5m2"}, N=3),
 }
 

@@ -14,6 +14,7 @@ from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import registry
 from tests import plain
 from tests.devices import assert_same_bits, every_device, on_hopper, one_order, slow
+from tests.ops.test_overlap import assert_waits
 
 ROUNDING = {"float32": 0, "bfloat16": 2.0**-16, "float16": 2.0**-21, "float8_e4m3fn": 2.0**-21}
 
@@ -34,7 +35,7 @@ ROUTED = [(1, 128, 4, 1), (3, 100, 2, 2), (8, 260, 40, 8), (17, 64, 128, 6), slo
 @pytest.mark.parametrize(("M", "C", "E", "n_used"), ROUTED)
 def test_route(M: int, C: int, E: int, n_used: int, options: Any, device: Any) -> None:
     """A row has the same bits alone; of equal scores, the lower number is first."""
-    x, router = plain.normal(0, M, C) / 4, plain.normal(1, E, C) / 4
+    x, router = plain.normal(0, M, C) / np.float32(C**0.5), plain.normal(1, E, C) / 2
     bias = np.linspace(0, 1, E, dtype="f4") if options else None
     router[E // 2] = router[0]
     if bias is not None:
@@ -76,6 +77,7 @@ def draw(M: int, E: int, n_used: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize(("routes", "E", "rows"), [
     (draw(1, 4, 2), 4, 8), (draw(70, 128, 8), 128, 8), (draw(17, 5, 3), 5, 4),
     (draw(3, 2, 1), 2, 1), (routes_of(np.full((70, 1), 2)), 4, 16),
+    (routes_of(np.arange(4500)[:, None] % 3), 4, 8),
 ])  # fmt: skip
 def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
     found = run(device, "expert_tiles", routes, n_expert=E, rows=rows)
@@ -137,6 +139,34 @@ def test_products(
             as_linear["variant"] = None if dtype in TYPES else "mma"
             alone = run(device, "linear", *inputs, **as_linear, **options)
             assert_same_bits(found[c : c + 1], alone)
+
+
+@on_hopper
+def test_kernels_wait_for_the_previous_kernel(device: Any) -> None:
+    M, C, H, E, n_used = 5, 64, 16, 4, 2
+    x, router = (
+        device.asarray(plain.normal(n, *shape)) for n, shape in enumerate([(M, C), (E, C)])
+    )
+    gate, down = (
+        WeightMatrix.quantize(plain.normal(n, E * N, K), "bfloat16", "NK").mapped(device.asarray)
+        for n, (N, K) in enumerate([(H, C), (C, H)])
+    )
+    sizes: dict[str, Any] = {"n_expert": E}
+
+    def add(name: str, *inputs: Any, **options: Any) -> Any:
+        """Test a step, and return its result."""
+        bound = registry.bind(name, inputs, **options)
+        late = [
+            each for each in inputs if each is not router and not isinstance(each, WeightMatrix)
+        ]
+        assert_waits(bound.launches, [each for each in late if each is not None], [bound.out])
+        return bound.out
+
+    routes = add("route", x, router, None, n_used=n_used)
+    tiles = add("expert_tiles", routes, **sizes, rows=8)
+    y = add("experts_gated", x, gate, gate, tiles, **sizes, n_used=n_used)
+    y = add("experts_down", y, down, tiles, **sizes)
+    assert np.isfinite(add("add_experts", y, routes, x).get()).all()
 
 
 def test_wrong_arguments() -> None:

@@ -413,5 +413,5 @@ def launch_experts(c: Call, M: int, chosen: int) -> Launch:
     if c.up is not None:
         defines += (("DECODE_UP", 1), *gate_define(c.gelu))
     args = {"x": c.x, "tiles": c.tiles, "w": c.w.data, "up": c.up and c.up.data}
-    args |= {"out": c.output("out"), "N": c.w.N // c.n_expert, "places": c.R - 1, "most": most}
+    args |= {"out": c.output("out"), "N": c.w.N // c.n_expert, "T": c.T, "places": c.R - 1}
     return launch_at(FILE, found.with_defines(defines), args, "float32", GGUF)

@@ -17,22 +17,25 @@ __device__ __forceinline__ long long x_row(int r) { return choices[r] / DECODE_E
 __device__ __forceinline__ long long x_row(int r) { return r; }
 #endif
 
+// Returns whether a tile lacks row r of a block that has `rows` rows. Blocks without experts repeat their last row.
+__device__ __forceinline__ bool is_missing(int r, int rows) { return DECODE_EXPERTS && r >= rows; }
+
 #if DECODE_EXPERTS
-// The work of block row blockIdx.y. tiles (T, 1 + places): up to ROWS of the up to `most` choices of a tile. An earlier
-// kernel writes `tiles`, so the expert, and the place of its weights, are known only after the wait for the previous
-// kernel.
+// The work of block blockIdx.y: up to ROWS choices of a tile. tiles (T, 1 + places): the first T blocks have the first
+// ROWS choices of the tiles, the next T blocks the next choices. Blocks without work therefore run last. An earlier
+// kernel writes `tiles`, so the expert, and the place of its weights, are known only after the wait for this kernel.
 template <int ROWS>
 struct ExpertShare {
     int expert;
     int count;  // choices; 0: none, the block has no work
 
-    __device__ __forceinline__ ExpertShare(const int* tiles, int places, int most) {
+    __device__ __forceinline__ ExpertShare(const int* tiles, int T, int places) {
         static_assert(ROWS <= 16, "the block's choices");
         let_next_start();
         wait_for_previous();
-        const int shares = (most + ROWS - 1) / ROWS, at = blockIdx.y % shares * ROWS + threadIdx.x;
-        const int* const tile = tiles + (long long)(blockIdx.y / shares) * (1 + places);
-        const int choice = threadIdx.x < ROWS && at < most ? __ldcg(tile + 1 + at) : -1;
+        const int at = blockIdx.y / T * ROWS + threadIdx.x;
+        const int* const tile = tiles + (long long)(blockIdx.y % T) * (1 + places);
+        const int choice = threadIdx.x < ROWS && at < places ? __ldcg(tile + 1 + at) : -1;
         expert = __ldcg(tile);
         if (choice >= 0) choices[threadIdx.x] = choice;
         count = __syncthreads_count(choice >= 0);

@@ -312,7 +312,7 @@ struct Input {
             const int k = at(split, unit);
             float (&to)[4] = v[unit];
             to[0] = to[1] = to[2] = to[3] = 0.0f;
-            if (SPLITS * LENGTH > DECODE_K && k >= DECODE_K) continue;
+            if (is_missing(r, M - first) || (SPLITS * LENGTH > DECODE_K && k >= DECODE_K)) continue;
             if constexpr (DECODE_NORM) {
                 const float4 kept = *floats(r, k);
                 to[0] = kept.x, to[1] = kept.y, to[2] = kept.z, to[3] = kept.w;

@@ -7,7 +7,7 @@
 //
 //   row of x     0      1      2        experts that rows chose: 0 3, 3 1, 0 1
 //   choice       0  1   2  3   4  5
-//   tiles        [0: 0 4] [1: 3 5] [3: 1 2]        rows of the grid, each with the columns of one expert
+//   tiles        [0: 0 4] [1: 3 5] [3: 1 2]
 //
 // A block computes the same sums as matmul/decode/mma.cu, in the order of lib/decode/order.cuh. The result of a choice
 // therefore has the bits of matmul/decode/mma.cu with this row and this expert's matrix, whatever other rows there are.
@@ -32,9 +32,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_expe
     const W* __restrict__ up,            // (E N, K), with DECODE_UP
     const float* __restrict__ up_scale,  // (E N) or null
     float* out,                          // (P, N)
-    int N, int places) {
+    int N, int T, int places) {
     extern __shared__ float4 shared[];
-    const ExpertShare<DECODE_ROWS> share(tiles, places, places);
+    const ExpertShare<DECODE_ROWS> share(tiles, T, places);
     if (share.count == 0) return;
     const long long first = (long long)share.expert * N;  // the first column of the expert
     Input input{x, nullptr, nullptr, 0.0f, share.count, 0, reinterpret_cast<char*>(shared), 1.0f, nullptr, nullptr, {}};

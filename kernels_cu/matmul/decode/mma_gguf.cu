@@ -389,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_
     const int* tiles,          // (T, 1 + places)
     const W* __restrict__ w,   // (E N, K), GGUF blocks of one type; N is a multiple of 16
     const W* __restrict__ up,  // (E N, K), GGUF blocks, with DECODE_UP
-    float* out, int N, int places, int most) {  // out (P, N)
+    float* out, int N, int T, int places) {  // out (P, N)
 #if DECODE_EXPERTS
-    const ExpertShare<DECODE_ROWS> share(tiles, places, most);
+    const ExpertShare<DECODE_ROWS> share(tiles, T, places);
     if (share.count == 0) return;
     const long long first = (long long)share.expert * (N / 8) * gguf::OfRange<0>::Of::row_bytes(DECODE_K);
     const Weighted of{w + first, up + (DECODE_UP ? first : 0), nullptr, N};
