@@ -91,7 +91,14 @@ def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
         np.testing.assert_allclose(added, exact, rtol=0, atol=4e-7 * n_used * np.abs(exact).max())
 
 
-# (M, K, N, E, n_used, places, dtype of weights, whether x is rounded)
+def matrix(dtype: str, N: int, K: int, seed: int) -> WeightMatrix:
+    """Return a random matrix. dtype: its dtype, or a type of GGUF blocks."""
+    if dtype in TYPES:
+        return GgufMatrix.random([(dtype, N)], K, seed, 3 / K**0.5)
+    return WeightMatrix.quantize((plain.normal(seed, N, K) - 0.5) / K**0.5, dtype, "NK")
+
+
+# (M, K, N, E, n_used, places, dtype or block type of weights, whether x is rounded)
 PRODUCTS = [
     (1, 80, 24, 4, 2, 8, "bfloat16", False), (3, 128, 33, 2, 1, 8, "float16", True),
     (17, 136, 16, 5, 3, 8, "float32", False), (8, 1040, 8, 3, 2, 8, "float8_e4m3fn", True),
@@ -113,11 +120,7 @@ def test_products(
     x = plain.normal(0, M, K)
     if rounded:
         x = x.astype(np.float16).astype(np.float32)
-    weights = [(plain.normal(n, E * N, K) - 0.5) / K**0.5 for n in (1, 2)]
-    gate, up = (
-        GgufMatrix.random([(dtype, E * N)], K, seed, 3 / K**0.5) if dtype in TYPES
-        else WeightMatrix.quantize(w, dtype, "NK") for seed, w in enumerate(weights)
-    )  # fmt: skip
+    gate, up = (matrix(dtype, E * N, K, seed) for seed in (1, 2))
     options: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
     choices = np.arange(M * n_used)
     experts, of_row = routes[:, :n_used].astype(int).ravel(), choices // n_used
@@ -142,13 +145,14 @@ def test_products(
 
 
 @on_hopper
-def test_kernels_wait_for_the_previous_kernel(device: Any) -> None:
-    M, C, H, E, n_used = 5, 64, 16, 4, 2
+@pytest.mark.parametrize("dtype", ["bfloat16", "Q8_0"])
+def test_kernels_wait_for_the_previous_kernel(dtype: str, device: Any) -> None:
+    M, C, H, E, n_used = 5, 64, 32, 4, 2
     x, router = (
         device.asarray(plain.normal(n, *shape)) for n, shape in enumerate([(M, C), (E, C)])
     )
     gate, down = (
-        WeightMatrix.quantize(plain.normal(n, E * N, K), "bfloat16", "NK").mapped(device.asarray)
+        matrix(dtype, E * N, K, n).mapped(device.asarray)
         for n, (N, K) in enumerate([(H, C), (C, H)])
     )
     sizes: dict[str, Any] = {"n_expert": E}
