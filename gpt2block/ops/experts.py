@@ -2,9 +2,9 @@
 
 `route` chooses the experts of each row, `expert_tiles` sorts the choices by expert, `experts_gated`
 and `experts_down` multiply rows by the matrices of their experts, and `add_experts` adds the
-weighted results. Kernels: experts/route.cu, experts/tiles.cu and matmul/decode/experts.cu. A row
-has the same bits in any batch: a product of an expert has the bits of `linear` with option
-decoding.
+weighted results. Kernels: experts/route.cu, experts/tiles.cu, matmul/decode/experts.cu, and for
+GGUF blocks matmul/decode/mma_gguf.cu. A row has the same bits in any batch: a product of an expert
+has the bits of `linear` with option decoding.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import NamedTuple
 from gpt2block.checks import check_integer
 from gpt2block.cuda.arrays import check_address
 from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.formats import GGUF
 from gpt2block.cuda.kernels import Defines, Geometry, Launch, launch_at, nonzero_defines
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, Refusal, UncheckedCall, accept
+from gpt2block.ops.engines import linear_gguf as blocks
 from gpt2block.ops.engines import linear_mma as mma
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.operands import count_define, rounds
-from gpt2block.ops.operation import REQUIRED, Operation, variant
+from gpt2block.ops.operation import REQUIRED, Operation, Variant, variant
 from gpt2block.ops.products import gate_define, limits, storage_of
 
 ROUTE, TILES, PRODUCT = "experts/route.cu", "experts/tiles.cu", "matmul/decode/experts.cu"
@@ -133,6 +135,16 @@ def _down(c: Call) -> Launch:
     return _product(c, c.P, 1)
 
 
+@variant("experts gated gguf", blocks.FILE, blocks.OF_EXPERTS)
+def _gated_blocks(c: Call) -> Launch:
+    return blocks.launch_experts(c, c.M, c.n_used)
+
+
+@variant("experts down gguf", blocks.FILE, blocks.OF_EXPERTS)
+def _down_blocks(c: Call) -> Launch:
+    return blocks.launch_experts(c, c.P, 1)
+
+
 @variant("experts added", TILES, "add_experts")
 def _added(c: Call) -> Launch:
     width = gcd(FOUR, c.N)
@@ -176,14 +188,14 @@ def _prepare_gated(unchecked: UncheckedCall) -> Call:
     c.w, c.up = c.w_gate, c.w_up
     if c.up.dtype != c.w.dtype:
         raise InputError(f"w_up: {c.up.dtype}: expected {c.w.dtype}, as w_gate has")
-    return _checked_product(c)
+    return _checked_product(c, _gated, _gated_blocks)
 
 
 def _prepare_down(unchecked: UncheckedCall) -> Call:
     """Check a call of `experts_down`, but not the numbers in tiles. x_dtype: as in `linear`."""
     c = _prepare_product(unchecked)
     c.x, c.w, c.up = c.h, c.w_down, None
-    return _checked_product(c)
+    return _checked_product(c, _down, _down_blocks)
 
 
 def _prepare_product(unchecked: UncheckedCall) -> Call:
@@ -192,7 +204,9 @@ def _prepare_product(unchecked: UncheckedCall) -> Call:
     return unchecked.checked()
 
 
-def _checked_product(c: Call) -> Call:
+def _checked_product(c: Call, others: Variant, of_blocks: Variant) -> Call:
+    """Check the sizes of a product, and choose the variant by the dtype of the weights."""
+    c.order = (of_blocks if c.w.dtype == GGUF else others,)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     if c.w.N % c.n_expert:
         raise InputError(f"w: {c.w.N:,} outputs: expected a multiple of {c.n_expert} experts")
@@ -231,13 +245,13 @@ STEPS = (
     ),
     Operation(
         name="experts_gated",
-        variants=(_gated,),
+        variants=(_gated, _gated_blocks),
         options={"n_expert": REQUIRED, "n_used": REQUIRED, "gelu": False, "x_dtype": None},
         prepare=_prepare_gated,
     ),
     Operation(
         name="experts_down",
-        variants=(_down,),
+        variants=(_down, _down_blocks),
         options={"n_expert": REQUIRED, "x_dtype": None},
         prepare=_prepare_down,
     ),

@@ -13,6 +13,7 @@
 //   Q5_0     d[2]            fifth[4]       low[16]     fifth: the highest bit of each code
 //   Q5_1     d[2] m[2]       fifth[4]       low[16]
 //   Q8_0     d[2]                           code[32]    with a sign
+//   MXFP4    exponent of d[1]               low[16]
 //   Q4_K     d[2] dmin[2]    s and m[12]    low[128]    low: four times 32 bytes for two sub-blocks
 //   Q5_K     d[2] dmin[2]    s and m[12]    fifth[32]   low[128]    fifth: bit s of byte i: code i of sub-block s
 //   Q6_K     low[128]        upper[64]      s[16] d[2]              per 128 codes, byte i of low[64]: i, i + 64;
@@ -38,7 +39,7 @@ typedef gguf::Part<GGUF_TYPE> Part;
 
 constexpr int SIZE = Part::WIDE ? 256 : Part::WHOLE ? 128 : 32;  // weights per block
 constexpr int BLOCK_BYTES = Part::BYTES / gguf::ROW_GROUP * SIZE / (Part::UNITS * gguf::UNIT);
-constexpr int SCALE = Part::WIDE || Part::MINIMUM || Part::ZERO ? 4 : 2;  // bytes of scales per lane
+constexpr int SCALE = Part::WIDE || Part::FOUR ? 4 : Part::FP4 ? 1 : 2;  // bytes of scales per lane
 constexpr int MAX_CODE = (1 << Part::BITS) - 1 - Part::OFFSET;
 constexpr int FARTHEST = MAX_CODE > Part::OFFSET ? MAX_CODE : Part::OFFSET;  // largest |code - OFFSET|
 
@@ -109,6 +110,8 @@ __device__ __forceinline__ int magnitude_of_chunk(const Block& b, int unit, int 
     } else if constexpr (Part::ZERO) {
         const float d = __int_as_float((int)(b.four(0) & ~255u));
         return magnitude({d, d}, 1.0f, (float)(b.four(0) & 255u));
+    } else if constexpr (Part::FP4) {
+        return (int)min((b[0] + 2) << 23 | 0x400000u, 0x7f800000u);  // 12 d or infinity; d can be subnormal
     } else {
         return magnitude(gguf::floats_of(Part::MINIMUM ? b.four(0) : b.two(0)), 1.0f, 1.0f);
     }
@@ -171,7 +174,9 @@ extern "C" __global__ void gguf_pack(
     const Block own = block_of(unit * gguf::UNIT + t * 32);
     to += Part::UNITS * Part::HIGH_BYTES;
     W* scale = to + lane * SCALE;
-    if constexpr (SCALE == 2) {
+    if constexpr (SCALE == 1) {
+        *reinterpret_cast<unsigned char*>(scale) = own[0];
+    } else if constexpr (SCALE == 2) {
         *reinterpret_cast<unsigned short*>(scale) = own.two(0);
     } else if constexpr (Part::WHOLE) {
         if (t == 0) *reinterpret_cast<unsigned*>(to + lane) = own.four(0);

@@ -9,11 +9,13 @@
 //   Q4_K     256    8           d s q - dmin m       4      d and dmin: one of each per block
 //   Q5_K     256    8           d s q - dmin m       5      s and m: 6 bits, per sub-block of 32
 //   Q6_K     256    16          d s (q - 32)         6      s: 8 bits with a sign, per sub-block of 16
+//   MXFP4    32     1           d f(q)               4      f: twice the number of FP4 (E2M1) with the bits q
 //   INT4     32     1           d (q - z)            4      z: an integer from 0 to 16; not a type of GGUF files
 //   INT4_128 128    1           d (q - z)            4      as INT4
 //
 // d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 and INT4_128 is a float32 whose low 8 bits hold z: it has at
-// most 11 significant bits, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile.
+// most 11 significant bits, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile. d of MXFP4 is
+// a power of two, of which a byte holds the exponent plus 128.
 //
 // gguf.py in gpt2block/models/weights reorders the bytes of a file into the fragment layout of mma.sync. A tile is 8
 // rows by 128 values along K. From row g (0..7) and each chunk of 32 values along K, lane 4 g + t (t = 0..3) holds the
@@ -34,7 +36,8 @@
 //
 // All codes, and the products of codes of Q4_K and Q5_K with s, are exact in float16. To convert a code, its bits are
 // put into the mantissa of the float16 number 1024 or 64, and 1024 or 64 is then subtracted. A code that is multiplied
-// by s needs no subtraction: its bits are the mantissa of a subnormal number.
+// by s needs no subtraction: its bits are the mantissa of a subnormal number. Sign, exponent and mantissa of FP4 become
+// those of a float16 number, which is 2^15 times smaller than f(q).
 //
 // The including file includes lib/sm80.cuh.
 #pragma once
@@ -42,7 +45,7 @@
 
 namespace gguf {
 
-enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT4_128 };
+enum Type { Q4_0 = 1, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT4_128, MXFP4 };
 
 constexpr int UNIT = 128, ROW_GROUP = 8;
 
@@ -50,6 +53,11 @@ __device__ __forceinline__ float2 floats_of(unsigned halves) {
     float v[2];
     unpack2_fp16(halves, v);
     return {v[0], v[1]};
+}
+
+// Returns 2^(exponent - 128), the scale of a block of MXFP4, or 0 if this number is subnormal.
+__device__ __forceinline__ float power_of_two(unsigned exponent) {
+    return __int_as_float((int)(max(exponent, 1u) - 1) << 23);
 }
 
 // Returns `value` of lane `from`, one of the four neighbouring lanes that hold a row of weights.
@@ -68,19 +76,22 @@ struct Part {
     static constexpr bool WIDE = TYPE >= Q4_K && TYPE <= Q6_K;  // blocks have 256 weights
     static constexpr bool HALVES = TYPE == Q6_K;                // sub-blocks have 16 weights
     static constexpr bool INTEGERS = WIDE && !HALVES;           // scale s is an integer; code * s is exact in float16
-    static constexpr bool ZERO = TYPE >= INT4;                  // blocks have a zero point z
     static constexpr bool WHOLE = TYPE == INT4_128;             // blocks have the 128 weights of a unit
+    static constexpr bool ZERO = TYPE == INT4 || WHOLE;         // blocks have a zero point z
     static constexpr bool MINIMUM = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
+    static constexpr bool FOUR = MINIMUM || ZERO;               // scales of a block of 32 have four bytes
+    static constexpr bool FP4 = TYPE == MXFP4;                  // codes are numbers of FP4
     static constexpr bool FIVE = TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K;
     static constexpr int BITS = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : FIVE ? 5 : 4;
     static constexpr int OFFSET = TYPE == Q4_0 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q8_0 ? 128 : TYPE == Q6_K ? 32 : 0;
     static constexpr int VECTORS = BITS == 8 ? 2 : 1;
     static constexpr int HIGH = BITS == 5 ? 4 : BITS == 6 ? 8 : 1;  // bytes per lane with high bits
     static constexpr int LOW_BYTES = 512 * VECTORS, HIGH_BYTES = BITS == 5 || BITS == 6 ? 32 * HIGH : 0;
-    static constexpr int UNITS = WIDE ? 2 : 1, ROW_SCALES = HALVES ? 18 : WHOLE ? 4 : WIDE || MINIMUM || ZERO ? 16 : 8;
+    static constexpr int UNITS = WIDE ? 2 : 1;
+    static constexpr int ROW_SCALES = HALVES ? 18 : WHOLE || FP4 ? 4 : WIDE || FOUR ? 16 : 8;
     static constexpr int SCALE_BYTES = ROW_GROUP * ROW_SCALES;
     static constexpr int BYTES = UNITS * (LOW_BYTES + HIGH_BYTES) + SCALE_BYTES;
-    static constexpr int SCALE = INTEGERS ? 16 : MINIMUM || ZERO ? 4 : 2;  // bytes of scales that a lane loads
+    static constexpr int SCALE = INTEGERS ? 16 : FOUR ? 4 : FP4 ? 1 : 2;  // bytes of scales that a lane loads
     static constexpr float FINE = INTEGERS ? 32768.0f : 1.0f;  // codes() returns codes divided by FINE
 
     Vec<W, 16> low[VECTORS];
@@ -141,6 +152,8 @@ struct Part {
         } else if constexpr (ZERO) {
             const unsigned both = (unsigned)scale.raw;
             return {__int_as_float((int)(both & ~255u)), 0.0f, (both & 255u) * 0x10001u};
+        } else if constexpr (FP4) {
+            return {power_of_two((unsigned)scale.raw), 0.0f, 0u};
         } else {
             return {floats_of((unsigned)scale.raw).x, 0.0f, 0u};
         }
@@ -172,7 +185,8 @@ struct Part {
     }
 
     // Computes the lane's codes of a chunk (32 values) minus OFFSET, or with ZERO minus z, as pairs of float16 in the
-    // order of K. With INTEGERS, codes are multiplied by s / FINE, which is exact. by: by_of() the chunk.
+    // order of K; with FP4, f(code). With INTEGERS, codes are multiplied by s / FINE, which is exact. by: by_of() the
+    // chunk.
     __device__ __forceinline__ void codes(int chunk, unsigned by, unsigned (&pairs)[4]) const {
         const unsigned offset = ZERO ? by : OFFSET * 0x10001u;  // as float16, NEAR is -1024 - offset, FAR -64 - offset
         const unsigned NEAR = 0xe400e400u + offset, FAR = 0xd400d400u + offset * 16;
@@ -186,6 +200,15 @@ struct Part {
             return;
         }
         const unsigned first = word(low[0], chunk), second = first >> 8;
+        if constexpr (FP4) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned rest = i < 3 ? first << (9 - 4 * i) : first >> 3;
+                pairs[i] = (first << (12 - 4 * i) & 0x80008000u) | (rest & 0x0e000e00u);
+                pairs[i] = fma2_fp16(pairs[i], 0x78007800u, 0x80008000u);  // times 2^15
+            }
+            return;
+        }
         unsigned up = 0, down = 0;  // high bits of the codes in pairs 0 and 1 (up), 2 and 3 (down)
         constexpr unsigned ONES = BITS == 6 ? 0x300030u : 0x100010u;
         if constexpr (BITS == 5) up = (unsigned)high.raw << (4 - chunk), down = (unsigned)high.raw >> (4 + chunk);
@@ -239,7 +262,7 @@ struct Part {
             const float left = fmaf(of_block.x, floats_of(rounded).x - 64.0f * s, -least);
             return {{pack2_fp16(s, s), rounded ^ 0x80008000u, pack2_fp16(left, left),
                      __byte_perm(scale.raw.x, 0u, 0x1010)}};
-        } else if constexpr (ZERO) {
+        } else if constexpr (ZERO || FP4) {
             const Own all = own(unit);
             return {{pack2_fp16(all.first, all.first), all.by, 0u, 0u}};
         } else {

@@ -10,6 +10,7 @@ import pytest
 
 from gpt2block import InputError, reference
 from gpt2block.cuda.arrays import mapped
+from gpt2block.models.weights.gguf import INT4, TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import registry
 from tests import plain
@@ -91,11 +92,21 @@ def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
         np.testing.assert_allclose(added, exact, rtol=0, atol=4e-7 * n_used * np.abs(exact).max())
 
 
-# (M, K, N, E, n_used, places, dtype of weights, whether x is rounded)
+def matrix(dtype: str, N: int, K: int, seed: int) -> WeightMatrix:
+    """Return a random matrix. dtype: its dtype, or a type of GGUF blocks."""
+    if dtype in TYPES:
+        return GgufMatrix.random([(dtype, N)], K, seed, 3 / K**0.5)
+    return WeightMatrix.quantize((plain.normal(seed, N, K) - 0.5) / K**0.5, dtype, "NK")
+
+
+# (M, K, N, E, n_used, places, dtype or block type of weights, whether x is rounded)
 PRODUCTS = [
     (1, 80, 24, 4, 2, 8, "bfloat16", False), (3, 128, 33, 2, 1, 8, "float16", True),
     (17, 136, 16, 5, 3, 8, "float32", False), (8, 1040, 8, 3, 2, 8, "float8_e4m3fn", True),
     slow(70, 96, 40, 4, 1, 16, "bfloat16", False), slow(2, 64, 8, 128, 8, 4, "float16", False),
+    (1, 256, 16, 4, 2, 8, "Q4_K", False), (3, 768, 48, 4, 2, 8, "Q6_K", True),
+    (9, 160, 32, 3, 2, 8, "Q8_0", True), (9, 288, 16, 3, 1, 3, "MXFP4", False),
+    slow(20, 1056, 32, 3, 2, 16, INT4, False), slow(9, 2048, 80, 40, 8, 8, "Q4_K", True),
 ]  # fmt: skip
 
 
@@ -111,8 +122,7 @@ def test_products(
     x = plain.normal(0, M, K)
     if rounded:
         x = x.astype(np.float16).astype(np.float32)
-    weights = [(plain.normal(n, E * N, K) - 0.5) / K**0.5 for n in (1, 2)]
-    gate, up = (WeightMatrix.quantize(w, dtype, "NK") for w in weights)
+    gate, up = (matrix(dtype, E * N, K, seed) for seed in (1, 2))
     options: dict[str, Any] = {"x_dtype": "float16"} if rounded else {}
     choices = np.arange(M * n_used)
     experts, of_row = routes[:, :n_used].astype(int).ravel(), choices // n_used
@@ -124,25 +134,27 @@ def test_products(
         found = run(device, name, given, *matrices, tiles, n_expert=E, **own, **options)
         exact = plain.exact(name, given, *matrices, tiles, n_expert=E, **own)
         np.testing.assert_allclose(
-            found, exact, rtol=0, atol=(ROUNDING[dtype] + 2e-6) * np.abs(exact).max()
+            found, exact, rtol=0, atol=(ROUNDING.get(dtype, 0) + 2e-6) * np.abs(exact).max()
         )
         for c in {0, len(choices) // 2, len(choices) - 1}:
             e, x_row = int(experts[c]), given[rows[c], None]
             w, *ups = (each.columns(e * N, e * N + N) for each in matrices)
             inputs = x_row, w, None, None, None, None, *ups
-            as_linear = {"gelu": own.get("gelu", False), "decoding": True, "variant": "mma"}
+            as_linear = {"gelu": own.get("gelu", False), "decoding": True}
+            as_linear["variant"] = None if dtype in TYPES else "mma"
             alone = run(device, "linear", *inputs, **as_linear, **options)
             assert_same_bits(found[c : c + 1], alone)
 
 
 @on_hopper
-def test_kernels_wait_for_the_previous_kernel(device: Any) -> None:
-    M, C, H, E, n_used = 5, 64, 16, 4, 2
+@pytest.mark.parametrize("dtype", ["bfloat16", "Q8_0"])
+def test_kernels_wait_for_the_previous_kernel(dtype: str, device: Any) -> None:
+    M, C, H, E, n_used = 5, 64, 32, 4, 2
     x, router = (
         device.asarray(plain.normal(n, *shape)) for n, shape in enumerate([(M, C), (E, C)])
     )
     gate, down = (
-        WeightMatrix.quantize(plain.normal(n, E * N, K), "bfloat16", "NK").mapped(device.asarray)
+        matrix(dtype, E * N, K, n).mapped(device.asarray)
         for n, (N, K) in enumerate([(H, C), (C, H)])
     )
     sizes: dict[str, Any] = {"n_expert": E}
@@ -174,7 +186,10 @@ def test_float32_needs_tf32(device: Any) -> None:
 def test_wrong_arguments() -> None:
     x, routes = plain.normal(0, 2, 16), draw(2, 4, 2)
     w = WeightMatrix.quantize(plain.normal(1, 24, 16).astype(ml_dtypes.bfloat16), "bfloat16", "NK")
-    sizes = {"n_expert": 4, "rows": 8}
+    of_blocks = (("Q4_0", 48),), (("Q8_0", 48),), (("Q4_0", 32), ("Q8_0", 32))
+    four, eight, mixed = (GgufMatrix.random(ranges, 32) for ranges in of_blocks)
+    sizes, two = {"n_expert": 4, "rows": 8}, {"n_expert": 2}
+    wide, gated = plain.normal(0, 2, 32), {"n_expert": 3, "n_used": 2}
     tiles = reference.expert_tiles(routes, **sizes)
     for message, name, inputs, options in (
         ("n_used: expected 1 to 3", "route", (x, x[[0, 1, 1]]), {"n_used": 4}),
@@ -182,6 +197,9 @@ def test_wrong_arguments() -> None:
         ("w: 24 outputs: expected a multiple of 5", "experts_down", (x, w, tiles), {"n_expert": 5}),
         ("routes: expected an even number", "expert_tiles", (x[:, :3].copy(),), sizes),
         ("y: expected 4 rows", "add_experts", (x, routes, x), {}),
+        ("48 outputs of 2 experts: expected a multiple", "experts_down", (wide, four, tiles), two),
+        ("experts with types Q4_0, Q8_0: expected one", "experts_down", (wide, mixed, tiles), two),
+        ("up: expected types", "experts_gated", (wide, four, eight, tiles), gated),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             registry.bind(name, inputs, **options)

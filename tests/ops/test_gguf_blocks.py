@@ -116,6 +116,8 @@ def test_a_gpu_packs_the_bytes_that_numpy_packs(
                     at = TYPES[name].nbytes - 2 if name == "Q6_K" else 0  # offset of the scale
                     last = raw[-1, -TYPES[name].nbytes :]
                     number = (np.float32 if TYPES[name].zero else np.float16)(-scale).tobytes()
+                    if TYPES[name].fp4:  # the largest and the least power of two
+                        number = b"\xff" if scale == np.inf else b"\0"
                     last[at : at + len(number)] = np.frombuffer(number, np.uint8)
                 expected = GgufMatrix.pack([(name, raw)], K)
                 assert_same_blocks(packed_on_device([BlockRows.of(name, raw)], K), expected)
@@ -130,6 +132,7 @@ EXACT: list[Any] = [
     ("shuffled", (("Q5_1", 19),), [2], "float16"),
     ("shuffled", ((INT4, 19),), [2, 9], None),
     ("shuffled", ((INT4_128, 19),), [2, 9], "float16"),
+    ("shuffled", (("MXFP4", 19),), [2, 9], None),
     ("turing", (("Q4_K", 19),), [1, 33], "float16"),
 ]
 EXACT += [
@@ -288,6 +291,7 @@ SEVERAL = "Q4_K", "Q6_K", "Q5_K"
         ("shuffled", (INT4,), 3, 2),
         ("hopper", (INT4,), 3, 2),
         ("hopper", (INT4_128,), 3, 2),
+        ("hopper", ("MXFP4",), 3, 2),
         slow("shuffled", SEVERAL[:2], 3, 1),
         slow("shuffled", SEVERAL, 3, None),
         *(
@@ -351,6 +355,7 @@ def test_products_have_no_race(M: int) -> None:
         ("reverse", (("Q4_1", 19),)),
         ("shuffled", ((INT4, 19),)),
         ("shuffled", ((INT4_128, 19),)),
+        ("shuffled", (("MXFP4", 19),)),
         *(pytest.param("gpu", ((name, 19),), marks=GPU.marks) for name in TYPES),
         pytest.param("gpu", MIXED, marks=GPU.marks),
     ],
@@ -423,7 +428,7 @@ def written(folder: Path, config: Any, types: dict[str, str]) -> Path:
 Q4_K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}
 MODELS: dict[str, tuple[Any, dict[str, str]]] = {
     "Q4_K_M": (LLAMA, Q4_K_M),
-    "Q5_K and Q8_0": (LLAMA, {"attn_k": "Q8_0", "ffn_up": "F16", "": "Q5_K"}),
+    "Q5_K and Q8_0": (LLAMA, {"attn_k": "Q8_0", "ffn_up": "F16", "ffn_down": "MXFP4", "": "Q5_K"}),
     "GPT-2 of Q5_0": (GPT, {"token_embd": "Q8_0", "": "Q5_0"}),
     "Q4_1": (LLAMA, {"": "Q4_1"}),
     "awq": (LLAMA, {"": "awq"}),

@@ -1,9 +1,9 @@
 """Weight matrices in quantized blocks, such as those of GGUF files: `GgufMatrix`.
 
-A block has 32 weights, or 256 in sub-blocks. Each weight is an integer code of 4 to 8 bits;
-a block or sub-block has a scale and, for some types, a minimum. Blocks of the types "INT4" and
-"INT4_128", which are no types of GGUF files, have 32 or 128 weights and a zero point: they hold
-weights of `files.checkpoints.four_bit`.
+A block has 32 weights, or 256 in sub-blocks. Each weight is an integer code of 4 to 8 bits, or in
+MXFP4 a floating-point number of 4 bits; a block or sub-block has a scale and, for some types, a
+minimum. Blocks of the types "INT4" and "INT4_128", which are no types of GGUF files, have 32 or 128
+weights and a zero point: they hold weights of `files.checkpoints.four_bit`.
 
 Kernels read the bytes in another order than a file has, which a diagram in kernels_cu/lib/gguf.cuh
 shows: a tile has 8 rows and 128 inputs, and the codes for a lane of a warp are next to each other.
@@ -39,12 +39,16 @@ MAX_RANGES = 3  # maximum ranges (consecutive outputs of one type): one each for
 BORDER = 16  # a range begins at a multiple of BORDER outputs, as a warp's outputs have one type
 AT_ONCE = 2**20  # number of weights that are decoded at a time
 INT4, INT4_128 = "INT4", "INT4_128"
+FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice E2M1
 SHIFTS = np.arange(8, dtype=np.uint8)
 QUIET: Any = {"over": "ignore", "invalid": "ignore"}  # scales of a file may be infinity or NaN
 
 
 class BlockType(NamedTuple):
-    """A block type. A weight is scale * (code - offset) - minimum, or scale * (code - zero)."""
+    """A block type.
+
+    A weight is scale * (code - offset) - minimum, scale * (code - zero), or scale * FP4[code].
+    """
 
     number: int  # number of the type in kernels_cu/lib/gguf.cuh
     size: int  # weights per block
@@ -54,6 +58,7 @@ class BlockType(NamedTuple):
     minimum: bool
     of_scales: int  # bytes of scales per row of a tile; per two tiles if a block has 256 weights
     zero: bool = False  # whether scales are float32 numbers whose low 8 bits are the zero point
+    fp4: bool = False  # whether codes are numbers of FP4, and scales exponents of two plus 128
 
     @property
     def units(self) -> int:
@@ -81,6 +86,7 @@ TYPES: Mapping[str, BlockType] = {
     "Q6_K": BlockType(8, 256, 210, 6, 32, False, 18),
     INT4: BlockType(9, 32, 20, 4, 0, False, 16, zero=True),
     INT4_128: BlockType(10, 128, 68, 4, 0, False, 4, zero=True),
+    "MXFP4": BlockType(11, 32, 17, 4, 0, False, 4, fp4=True),
 }
 
 
@@ -276,6 +282,9 @@ def random_blocks(name: str, N: int, K: int, seed: int = 0, size: float = 1.0) -
     largest = 2**kind.bits * (64 if kind.size == 256 else 1)
     for begin in (208,) if name == "Q6_K" else (0, 2) if kind.minimum else (0,):
         scale = rng.standard_normal(rows.shape[:2]) * (size / largest)
+        if kind.fp4:
+            rows[..., 0] = np.frexp(scale)[1] + 128
+            continue
         rows[..., begin : begin + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
         if kind.zero:
             rows[..., :4] = with_zeros(scale.astype(np.float16), rng.integers(17, size=scale.shape))
@@ -299,7 +308,7 @@ def range_bytes(ranges: Sequence[tuple[str, int]], K: int) -> list[int]:
 def _largest(data: NDArray[np.uint8], name: str, K: int) -> float:
     """Return an upper bound of the magnitudes of packed weights, or NaN if a scale is NaN."""
     kind = TYPES[name]
-    of_code = np.float32(max(kind.offset, 2**kind.bits - 1 - kind.offset))
+    of_code = FP4.max() if kind.fp4 else max(kind.offset, 2**kind.bits - 1 - kind.offset)
     tiles = data.reshape(-1, kind.row_bytes(K) // kind.tile, kind.tile)
     with np.errstate(**QUIET):
         scale, minimum = _scales(tiles, kind)
@@ -409,7 +418,7 @@ def unpack(data: NDArray[np.uint8], name: str, K: int) -> NDArray[np.float32]:
     with np.errstate(**QUIET):
         scale, minimum = _scales(tiles, kind)  # axes (eight rows, group, row, sub-block)
         of_scale = codes.reshape(*scale.shape, -1)
-        values = of_scale.astype(np.float32) - np.float32(kind.offset)
+        values = FP4[of_scale] if kind.fp4 else of_scale.astype(np.float32) - kind.offset
         values *= scale[..., None]
         if minimum is not None:
             values -= minimum[..., None]
@@ -456,6 +465,9 @@ def _scales(tiles: NDArray[np.uint8], kind: BlockType) -> tuple[Any, Any]:
         numbers = rest.view(np.uint32).reshape(O, G, ROW_GROUP, -1)
         scale = (numbers & ~np.uint32(255)).view(np.float32)
         return scale, scale * (numbers & 255).astype(np.float32)
+    if kind.fp4:
+        powers = np.ldexp(np.float32(1), rest.astype(np.int32) - 128)
+        return powers.reshape(O, G, ROW_GROUP, 4), None
     if kind.size == 32:
         halves = rest.view(np.float16).reshape(O, G, ROW_GROUP, 4, -1).astype(np.float32)
         return halves[..., 0], -halves[..., -1] if kind.minimum else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from gpt2block.cuda.arrays import max_shared
 from gpt2block.cuda.cards import gpu
 from gpt2block.cuda.formats import GGUF
-from gpt2block.cuda.kernels import Geometry, Launch, nonzero_defines, size_defines
-from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES
+from gpt2block.cuda.kernels import Geometry, Launch, launch_at, nonzero_defines, size_defines
+from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, RMSNORM, STATIC, TERMS, UNIT, splits
@@ -23,6 +23,8 @@ from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types
 
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
+OF_EXPERTS = f"{KERNEL}_experts"  # the kernel whose blocks have rows and matrix of an expert
+TURNS = 12  # maximum groups of columns per block of an expert, as tiles of rows can be empty
 COUNTERS = 1024  # counters before these sums
 PARTS = 4, 2  # possible numbers of blocks that divide K
 ADDING = 150  # time to add sums in memory, in the unit of `duration`
@@ -113,6 +115,7 @@ class BlocksProduct(NamedTuple):
 
     ends: ends of the ranges of outputs, of both matrices. memory: sizes of shared memory. holds:
     whether registers may hold x. multiple: divides the columns of a block, if x is an operand.
+    tiles: with experts, the number of tiles of up to M rows each; else 0.
     """
 
     M: int
@@ -122,6 +125,7 @@ class BlocksProduct(NamedTuple):
     multiple: int
     sms: int
     max_shared: int
+    tiles: int = 0
 
     def fitting(self, cuts: Iterable[WorkSplit]) -> list[WorkSplit]:
         """Return the divisions that fit in shared memory."""
@@ -135,6 +139,10 @@ class BlocksProduct(NamedTuple):
         """Return the number of groups of columns."""
         return ceil(self.ends[-1] / cut.columns)
 
+    def row_blocks(self, cut: WorkSplit) -> int:
+        """Return the number of blocks with the same columns, each with other rows of x."""
+        return max(1, self.tiles) * ceil(self.M / cut.rows)
+
     def sharing(self, cut: WorkSplit) -> int:
         """Return the number of blocks with the same columns, each with a part of K."""
         return cut.shares if cut.together or self.memory.staged else self.memory.parts
@@ -142,8 +150,9 @@ class BlocksProduct(NamedTuple):
     def turns(self, cut: WorkSplit) -> tuple[int, int]:
         """Return (blocks per multiprocessor, groups of columns that a block computes in turn)."""
         room_for = _blocks(cut, self.memory.of(cut), self.max_shared)
-        most = max(1, _most(self.sms, room_for, self.sharing(cut)) // ceil(self.M / cut.rows))
-        return room_for, ceil(self.groups(cut) / most)
+        most = max(1, _most(self.sms, room_for, self.sharing(cut)) // self.row_blocks(cut))
+        count = ceil(self.groups(cut) / most)
+        return room_for, min(count, TURNS) if self.tiles else count
 
     def duration(self, cut: WorkSplit) -> float:
         """Estimate the time of a warp: 5 to unpack weights, 1 to multiply 8 rows of x.
@@ -166,6 +175,8 @@ class BlocksProduct(NamedTuple):
     def cuts(self, workspace: int) -> list[WorkSplit]:
         """Return the possible divisions. workspace: floats with which blocks can divide K."""
         parts, staged, norm = self.memory.parts, self.memory.staged, self.memory.norm
+        if self.tiles:
+            return self._joint()
         cuts = self._of_operand() if self.memory.copied else self._joint()
         if not (self.memory.copied or norm or [cut.rows for cut in cuts] == _halvings(self.M)[:1]):
             cuts += self._apart(least=1 if cuts else STAGED_WARPS)
@@ -227,6 +238,7 @@ def geometry(
     sms: int,
     max_shared: int,
     workspace: int = 0,
+    tiles: int = 0,
 ) -> Geometry | None:
     """Return the launch geometry for x (M, K), or None if no `WorkSplit` is possible.
 
@@ -239,14 +251,14 @@ def geometry(
     may hold x. operand: whether x is an operand of one term. summed: whether a block of a product
     with `up` also adds up chunks of outputs. max_shared: maximum bytes of dynamic shared memory per
     block. workspace: floats of memory for counters and sums, with which blocks can divide K; 0 with
-    a norm, RoPE or `up`.
+    a norm, RoPE or `up`. tiles: with experts, the number of tiles of up to M rows each; else 0.
     """
     ends = tuple((1 + up) * end for end in accumulate(n for _, n in ranges))
     parts, units = splits(K)
     staged = not clusters or parts == 1  # a block that is not `together` multiplies all splits
     slot, multiple = max(slot_bytes(t) for t, _ in ranges), 2 * CHUNK if summed else COLUMNS
     memory = SharedMemory(parts, units, slot, norm, terms, staged, operand)
-    p = BlocksProduct(M, ends, memory, holds, multiple, sms, max_shared)
+    p = BlocksProduct(M, ends, memory, holds, multiple, sms, max_shared, tiles)
     cuts = p.cuts(workspace) if p.bounded(rope or COLUMNS) else []
     if not cuts:
         return None
@@ -267,7 +279,7 @@ def geometry(
             GGUF_PARTS=cut.shares * (cut.shares > 1),
         ),
     )  # fmt: skip
-    grid = p.sharing(cut) * ceil(p.groups(cut) / count), ceil(M / cut.rows)
+    grid = p.sharing(cut) * ceil(p.groups(cut) / count), p.row_blocks(cut)
     # The launch requests so much memory that no block of the next kernel starts next to these
     # blocks. Otherwise some multiprocessors would later run three blocks and others one. A decoding
     # step of a model with 7 billion weights takes 1.94 ms instead of 2.19 ms (H100).
@@ -331,9 +343,13 @@ def plan(p: Matmul) -> Geometry | Refusal:
         terms=1 if p.rounded else TERMS, clusters=gpu().has_clusters and not holds,
         operand=operand is not None, summed=p.summed,
         workspace=0 if p.norm or p.up else p.workspace, **limits(STATIC),
-    ) or Refusal(
-        f"K {p.K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
-    )  # fmt: skip
+    ) or _too_long(p.K)  # fmt: skip
+
+
+def _too_long(K: int) -> Refusal:
+    return Refusal(
+        f"K {K:,}: a split of a row does not fit in this GPU's shared memory: use a WeightMatrix"
+    )
 
 
 def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
@@ -360,3 +376,42 @@ def launch(c: Call, epilogue: Epilogue) -> tuple[Launch, ...]:
     norms = {"gamma": gamma, "beta": beta, "eps": given("eps", 0.0)}
     args = {"x": c.x, **matrices, **norms, "bias": bias, "M": c.M, "N": c.N, "sums": sums}
     return (*before, epilogue.launch(FILE, launch_geometry, defines, args, c.w))
+
+
+def plan_of_experts(
+    blocks: Sequence[GgufMatrix], n_expert: int, T: int, most: int, *, rounded: bool
+) -> Geometry | Refusal:
+    """Return the launch for T tiles of up to `most` rows of an expert, or the reason to refuse.
+
+    blocks: the matrix of all experts, or the two of a gated product. rounded: as in `Matmul`.
+    """
+    w, types = blocks[0], [name for name, _ in blocks[0].ranges]
+    refused = Refusal.first(
+        needs("has_mma"),
+        same_types(blocks),
+        (len(types) > 1, f"experts with types {', '.join(types)}: expected one type"),
+        (w.N % (n_expert * BORDER), f"{w.N:,} outputs of {n_expert} experts: expected a multiple "
+         f"of {BORDER} outputs for each"),
+    )  # fmt: skip
+    found = refused or geometry(
+        most, w.K, ((types[0], w.N // n_expert),), up=len(blocks) > 1, tiles=T,
+        terms=1 if rounded else TERMS, clusters=False, **limits(STATIC),
+    ) or _too_long(w.K)  # fmt: skip
+    return found if isinstance(found, Refusal) else found._replace(kernel=OF_EXPERTS)
+
+
+def launch_experts(c: Call, M: int, chosen: int) -> Launch:
+    """Return the launch for x, w and tiles of a call, or raise UnsupportedCall.
+
+    A call can have up, the second matrix of a gated product. M: rows of x. chosen: number of
+    experts that a row of x uses, all different.
+    """
+    blocks, most = (c.w,) if c.up is None else (c.w, c.up), min(M, c.R - 1)
+    found = accept(plan_of_experts(blocks, c.n_expert, c.T, most, rounded=c.rounded))
+    c.check_addresses("x", "w", "up")
+    defines = ("DECODE_EXPERTS", chosen), *count_define(c.rounded), *range_defines(c.w)
+    if c.up is not None:
+        defines += (("DECODE_UP", 1), *gate_define(c.gelu))
+    args = {"x": c.x, "tiles": c.tiles, "w": c.w.data, "up": c.up and c.up.data}
+    args |= {"out": c.output("out"), "N": c.w.N // c.n_expert, "T": c.T, "places": c.R - 1}
+    return launch_at(FILE, found.with_defines(defines), args, "float32", GGUF)

@@ -7,6 +7,8 @@
 //       OPERAND_SUMS followed by the sums of its chunks (lib/chunk_sums.cuh)
 //   decode_mma_gguf_parts: without clusters, GGUF_PARTS blocks have the same columns, and divide the splits of K. They
 //       store sums in memory, which the last of these blocks adds up
+//   decode_mma_gguf_experts: GGUF weights of experts: a block multiplies the rows that chose one expert by columns of
+//       this expert's matrix, as in matmul/decode/experts.cu
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //
@@ -308,7 +310,8 @@ __device__ __forceinline__ void run(const float* x, const float* gamma, const fl
                                     float* workspace = nullptr) {
     extern __shared__ float4 shared[];
     char* const rows = reinterpret_cast<char*>(shared);
-    Input input{x, gamma, beta, eps, M, (int)blockIdx.y * DECODE_ROWS, rows, 1.0f, sums, nullptr, {}};
+    const int first = DECODE_EXPERTS ? 0 : (int)blockIdx.y * DECODE_ROWS;
+    Input input{x, gamma, beta, eps, M, first, rows, 1.0f, sums, nullptr, {}};
 #if GGUF_HELD
     Held held;
     multiply<0>(of, input, held, end, Turn{0, 0});
@@ -377,5 +380,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_
     int M, int N, int gelu) {
 #if GGUF_PARTS > 1
     run(x, nullptr, nullptr, 0.0f, M, {w, nullptr, bias, N}, Add{residual, out, N, gelu}, sums, workspace);
+#endif
+}
+
+// Launched by operation (variant): experts_gated (experts gated gguf), experts_down (experts down gguf)
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf_experts(
+    const float* x,            // (M, K), or with DECODE_EXPERTS 1 (P, K)
+    const int* tiles,          // (T, 1 + places)
+    const W* __restrict__ w,   // (E N, K), GGUF blocks of one type; N is a multiple of 16
+    const W* __restrict__ up,  // (E N, K), GGUF blocks, with DECODE_UP
+    float* out, int N, int T, int places) {  // out (P, N)
+#if DECODE_EXPERTS
+    const ExpertShare<DECODE_ROWS> share(tiles, T, places);
+    if (share.count == 0) return;
+    const long long first = (long long)share.expert * (N / 8) * gguf::OfRange<0>::Of::row_bytes(DECODE_K);
+    const Weighted of{w + first, up + (DECODE_UP ? first : 0), nullptr, N};
+    run(x, nullptr, nullptr, 0.0f, share.count, of, ToChoices{out, N});
 #endif
 }
