@@ -31,7 +31,7 @@ from gpt2block.engine.passes.shards import ModelShard
 from gpt2block.engine.recorder import rounded_up
 from gpt2block.engine.states import KeptStates, pool_bytes, pool_shapes
 from gpt2block.errors import InputError
-from gpt2block.models.config import LayerCache, ModelConfig, is_of_experts
+from gpt2block.models.config import EXPERTS, LayerCache, ModelConfig
 from gpt2block.ops.attention_cached import KV_COPY
 
 KEPT_SHAPES = 4  # maximum prefill shapes recorded per cache; also maximum temporary caches kept
@@ -275,9 +275,9 @@ class DecodingCaches:
         c = self._config
         keys = n_ctx * self._token_bytes
         shapes, experts = c.block_shapes().items(), c.experts
-        widths: int = c.n_embd + sum(sum(s[1:]) for n, s in shapes if not is_of_experts(n))
+        widths: int = c.n_embd + sum(sum(s[1:]) for n, s in shapes if not n.endswith(EXPERTS))
         if experts:
-            stacked = sum(s[1] for n, s in shapes if is_of_experts(n))
+            stacked = sum(s[1] for n, s in shapes if n.endswith(EXPERTS))
             widths += stacked // experts.n_expert * experts.n_used
         if c.layer_embeddings:
             widths += 2 * c.n_layer * c.layer_embeddings.width

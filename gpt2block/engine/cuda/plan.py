@@ -21,7 +21,7 @@ from gpt2block.engine.cuda.steps import DecodingSteps
 from gpt2block.engine.cuda.timeline import kernels_of
 from gpt2block.engine.passes.rewriting import Log
 from gpt2block.engine.timeline import KernelTiming
-from gpt2block.models.config import TABLES, ModelConfig, model_shapes
+from gpt2block.models.config import TABLES, ModelConfig, is_matrix, model_shapes
 from gpt2block.models.weights.gguf import GgufMatrix, range_bytes
 
 # Name of a matrix: (GGUF type, number of outputs) for each range of its outputs
@@ -80,7 +80,7 @@ def _zeros(config: ModelConfig, ranges: Ranges) -> Iterator[tuple[str, Any, str 
         if name in ranges:
             data = cupy.empty(sum(range_bytes(ranges[name], stored[1])), "uint8")
             yield name, GgufMatrix(data, GGUF, None, "NK", 1.0, ranges[name], stored[1]), "NK"
-        elif len(shape) != 2 or name == "wpe":
+        elif not is_matrix(name, shape):
             yield name, np.ones(shape, np.float32), None
         else:
             yield name, cupy.empty(stored, "float32"), "NK"

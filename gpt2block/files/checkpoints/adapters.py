@@ -28,7 +28,7 @@ from gpt2block.files.checkpoints.hugging_face import read_header
 from gpt2block.files.checkpoints.locating import hub_id
 from gpt2block.files.checkpoints.naming import naming_of
 from gpt2block.files.checkpoints.stored import DTYPES, Stored, reorder
-from gpt2block.models.config import DRAFTING, EXPERTS, ModelConfig, product_shapes
+from gpt2block.models.config import DRAFTING, ModelConfig, product_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
@@ -131,8 +131,7 @@ def _settings(folder: Path, base: Checkpoint | None) -> dict[str, Any]:
 
 def adaptable_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return {name: (K, N)} of the matrices of all products, except those of experts."""
-    shapes = {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
-    return {name: shape for name, shape in shapes.items() if not name.endswith(EXPERTS)}
+    return {**product_shapes(config), "lm_head": (config.n_embd, config.vocab_size)}
 
 
 def _places(config: ModelConfig) -> dict[str, list[ModuleRows]]:

@@ -662,14 +662,9 @@ def is_product(name: str) -> bool:
     return name.rpartition(".")[2].startswith("w_")
 
 
-def is_of_experts(name: str) -> bool:
-    """Return whether a tensor of this name is a matrix of a mixture of experts."""
-    return name.endswith("_experts")
-
-
 def multiplies_all(name: str) -> bool:
     """Return whether a tensor of this name is a matrix by which a layer multiplies every row."""
-    return is_product(name) and not is_of_experts(name)
+    return is_product(name) and not name.endswith(EXPERTS)
 
 
 def product_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
