@@ -9,16 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzzing import gguf_writer
 from numpy.typing import NDArray
 
 import gpt2block
-from gpt2block import CheckpointError, InputError
+from gpt2block import CheckpointError, InputError, Model
 from gpt2block.files.checkpoints import Checkpoint
+from gpt2block.files.parameters.arrays import random_model
+from gpt2block.models.architectures.olmoe import OlmoeConfig
+from gpt2block.models.config import EXPERTS
+from gpt2block.models.weights.gguf import random_blocks
 from tests.command_line import gpt2block as command
 from tests.files.test_transformers_folders import GOLDEN, folder
 from tests.refusals import assert_same_tensors
 
 Tensors = dict[str, NDArray[Any]]
+SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 256, "n_ctx": 32, "vocab_size": 11}
 FIRST = "model.layers.0.mlp.experts."
 
 
@@ -78,6 +84,31 @@ def test_a_router_is_finite(tmp_path: Path) -> None:
     path = folder(tmp_path / "model", "qwen3_moe", lambda of: of | {name: of[name] * np.nan})
     with pytest.raises(InputError, match=r"h\.2\.router: 252 of 252 weights"):
         gpt2block.from_pretrained(path, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_blocks_of_a_gguf_file_are_kept(kind: str, tmp_path: Path) -> None:
+    """The weights and the logits are those of the same file in float16, except for rounding."""
+    config = OlmoeConfig(**SIZES, n_expert=3, n_expert_used=2, n_ff=256)
+    source: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
+    tensors = gguf_writer.tensors_of(source)
+    for seed, (name, array) in enumerate(tensors.items()):
+        if array.ndim == 3:
+            blocks = random_blocks(kind, array.shape[0] * array.shape[1], 256, seed, 0.02)
+            tensors[name] = blocks.reshape(*array.shape[:2], -1)
+    path = tmp_path / "m.gguf"
+    kinds = {True: kind, False: "F32"}
+    metadata = gguf_writer.metadata_of(source)
+    gguf_writer.write(path, metadata, tensors, lambda name: kinds["_exps." in name])
+    found, wide = (gpt2block.from_pretrained(path, "cpu", dtype) for dtype in ("file", "float16"))
+    (kept,) = {found.engine._matrices[f"h.1.{name}"].ranges for name in EXPERTS}
+    assert kept == ((kind, 768),)
+    for (name, array, _), (_, truth, _) in zip(found.tensors(), wide.tensors(), strict=True):
+        limit = 2.0**-11 * np.abs(truth).max() * name.endswith(EXPERTS)
+        np.testing.assert_allclose(array, truth, rtol=0, atol=limit)
+    ids = np.arange(9)
+    logits = wide(ids)
+    np.testing.assert_allclose(found(ids), logits, rtol=0, atol=2e-3 * np.abs(logits).max())
 
 
 def test_active_parameters() -> None:
