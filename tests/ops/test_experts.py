@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from gpt2block import InputError, reference
+from gpt2block.cuda.arrays import mapped
 from gpt2block.models.weights.gguf import INT4, TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import registry
 from tests import plain
 from tests.devices import assert_same_bits, every_device, on_hopper, one_order, slow
+from tests.gpus import cupy_with
 from tests.ops.test_overlap import assert_waits
 
 ROUNDING = {"float32": 0, "bfloat16": 2.0**-16, "float16": 2.0**-21, "float8_e4m3fn": 2.0**-21}
@@ -21,8 +23,7 @@ ROUNDING = {"float32": 0, "bfloat16": 2.0**-16, "float16": 2.0**-21, "float8_e4m
 
 def run(device: Any, name: str, *inputs: Any, **options: Any) -> Any:
     """Run an operation on NumPy arrays and matrices, and return its result in NumPy."""
-    given = [each.mapped(device.asarray) if isinstance(each, WeightMatrix)
-             else each if each is None else device.asarray(each) for each in inputs]  # fmt: skip
+    given = tuple([each if each is None else mapped(device.asarray, each) for each in inputs])
     return registry.bind(name, given, **options).run().get()
 
 
@@ -85,7 +86,7 @@ def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
     M, n_used = len(routes), routes.shape[1] // 2
     for N in (36, 7):
         y, residual = plain.normal(1, M * n_used, N), plain.normal(2, M, N)
-        arrays = [device.asarray(each) for each in (y, routes, residual)]
+        arrays = tuple(device.asarray(each) for each in (y, routes, residual))
         added = registry.bind("add_experts", arrays, out=arrays[2]).run().get()
         exact = plain.exact("add_experts", y, routes, residual)
         np.testing.assert_allclose(added, exact, rtol=0, atol=4e-7 * n_used * np.abs(exact).max())
@@ -115,6 +116,7 @@ def test_products(
     M: int, K: int, N: int, E: int, n_used: int, places: int, dtype: str, rounded: bool, device: Any
 ) -> None:
     """Every choice has the bits of `linear` with this row and with the expert's matrix."""
+    cupy_with(80 if dtype == "float32" else 75)
     routes = draw(M, E, n_used) if M < 70 else routes_of(np.full((M, 1), E - 2))
     tiles = reference.expert_tiles(routes, n_expert=E, rows=places)
     x = plain.normal(0, M, K)
@@ -171,6 +173,14 @@ def test_kernels_wait_for_the_previous_kernel(dtype: str, device: Any) -> None:
     y = add("experts_gated", x, gate, gate, tiles, **sizes, n_used=n_used)
     y = add("experts_down", y, down, tiles, **sizes)
     assert np.isfinite(add("add_experts", y, routes, x).get()).all()
+
+
+@pytest.mark.parametrize("device", ["turing"], indirect=True)
+def test_float32_needs_tf32(device: Any) -> None:
+    w, tiles = plain.normal(0, 8, 16), reference.expert_tiles(draw(2, 2, 1), n_expert=2, rows=8)
+    inputs = (plain.normal(1, 2, 16), WeightMatrix.quantize(w, "float32", "NK"), tiles)
+    with pytest.raises(InputError, match="or newer: use weights of another dtype, or device='cpu'"):
+        run(device, "experts_down", *inputs, n_expert=2)
 
 
 def test_wrong_arguments() -> None:
