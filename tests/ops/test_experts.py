@@ -140,7 +140,7 @@ def test_products(
             e, x_row = int(experts[c]), given[rows[c], None]
             w, *ups = (each.columns(e * N, e * N + N) for each in matrices)
             inputs = x_row, w, None, None, None, None, *ups
-            as_linear = {"gelu": own.get("gelu", False), "decoding": True}
+            as_linear: dict[str, Any] = {"gelu": own.get("gelu", False), "decoding": True}
             as_linear["variant"] = None if dtype in TYPES else "mma"
             alone = run(device, "linear", *inputs, **as_linear, **options)
             assert_same_bits(found[c : c + 1], alone)
