@@ -643,16 +643,17 @@ def route(
     return np.concatenate([chosen.astype(x.dtype), weights * x.dtype.type(factor)], axis=-1)
 
 
-@takes("routes f32 M R -> tiles i32 1*min(M*R//2,M*R//2//rows+n_expert) 1+rows")
+@takes("routes f32 M R -> tiles i32 1*min(M*R//2,M*R//2//min(rows,M)+n_expert) 1+min(rows,M)")
 def expert_tiles(routes: Array, n_expert: int, rows: int) -> NDArray[np.int32]:
     """Sort the choices of all rows by expert, and divide them into tiles of one expert each.
 
-    routes (M, 2 K): as `route` returns them. Choice k of row m has the number m K + k. → (T, 1 +
-    rows), T the most tiles that there can be: a tile has the number of its expert, and the numbers
-    of up to `rows` of the choices of this expert, in ascending order; -1 stands for a missing one.
-    Tiles are in ascending order of experts. All numbers of a tile after the last one are -1.
+    routes (M, 2 K): as `route` returns them. Choice k of row m has the number m K + k. rows: the
+    most choices of a tile; M if M is less. → (T, 1 + rows), T the most tiles that there can be: a
+    tile has the number of its expert, and the numbers of choices of this expert, in ascending
+    order; -1 stands for a missing one. Tiles are in ascending order of experts. All numbers of a
+    tile after the last one are -1.
     """
-    chosen = routes[:, : routes.shape[1] // 2].ravel()
+    chosen, rows = routes[:, : routes.shape[1] // 2].ravel(), min(rows, len(routes))
     most = min(len(chosen), len(chosen) // rows + n_expert)
     tiles, n = np.full((most, 1 + rows), -1, np.int32), 0
     for expert in range(n_expert):

@@ -121,7 +121,7 @@ def _sorted(c: Call) -> Launch:
     threads = min(SORTING, max(WARP, power_of_two(choices)))
     geometry = Geometry("expert_tiles", (c.n_expert,), (threads,), 4 * c.n_expert, _used(c))
     tiles = c.output("tiles")
-    sizes = (choices, c.n_expert, c.rows, len(tiles))
+    sizes = (choices, c.n_expert, tiles.shape[1] - 1, len(tiles))
     return launch_at(TILES, geometry, (c.routes, tiles, *sizes))
 
 
