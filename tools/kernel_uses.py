@@ -51,7 +51,7 @@ NOT_RUN: Mapping[str, str] = {  # files, or a kernel of a file that has others
         ("matmul/low_rank.cu", "elementwise/activate.cu"), "models with adapters (LoRA)"
     ),
     **dict.fromkeys(
-        ("experts/route.cu", "experts/tiles.cu", "matmul/decode/experts.cu",
+        ("experts/route.cu", "experts/tiles.cu", "matmul/decode/mma_experts.cu",
          "matmul/decode/mma_gguf.cu decode_mma_gguf_experts"), "mixtures of experts"
     ),
     "tokens/drafts.cu taken_rows": "steps of a model with a block that drafts tokens",

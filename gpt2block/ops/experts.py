@@ -2,7 +2,7 @@
 
 `route` chooses the experts of each row, `expert_tiles` sorts the choices by expert, `experts_gated`
 and `experts_down` multiply rows by the matrices of their experts, and `add_experts` adds the
-weighted results. Kernels: experts/route.cu, experts/tiles.cu, matmul/decode/experts.cu, and for
+weighted results. Kernels: experts/route.cu, experts/tiles.cu, matmul/decode/mma_experts.cu, and for
 GGUF blocks matmul/decode/mma_gguf.cu. A row has the same bits in any batch: a product of an expert
 has the bits of `linear` with option decoding.
 """
@@ -26,7 +26,7 @@ from gpt2block.ops.operands import count_define, rounds
 from gpt2block.ops.operation import REQUIRED, Operation, Variant, variant
 from gpt2block.ops.products import gate_define, limits, storage_of
 
-ROUTE, TILES, PRODUCT = "experts/route.cu", "experts/tiles.cu", "matmul/decode/experts.cu"
+ROUTE, TILES, PRODUCT = "experts/route.cu", "experts/tiles.cu", "matmul/decode/mma_experts.cu"
 MAX_EXPERTS = 512
 MAX_USED = 32  # MAX_USED of route
 # Constants of route
@@ -74,7 +74,7 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     blocks, shares = geometry.grid
     too_many = f"{p.T:,} tiles: expected at most {mma.MAX_BLOCKS // shares:,}: pass fewer rows"
     refused = Refusal.first((p.T * shares > mma.MAX_BLOCKS, too_many))
-    return refused or geometry._replace(kernel="decode_experts", grid=(blocks, p.T * shares))
+    return refused or geometry._replace(kernel="decode_mma_experts", grid=(blocks, p.T * shares))
 
 
 def _product(c: Call, M: int, chosen: int) -> Launch:
@@ -125,12 +125,12 @@ def _sorted(c: Call) -> Launch:
     return launch_at(TILES, geometry, (c.routes, tiles, *sizes))
 
 
-@variant("experts gated", PRODUCT, "decode_experts")
+@variant("experts gated", PRODUCT, "decode_mma_experts")
 def _gated(c: Call) -> Launch:
     return _product(c, c.M, c.n_used)
 
 
-@variant("experts down", PRODUCT, "decode_experts")
+@variant("experts down", PRODUCT, "decode_mma_experts")
 def _down(c: Call) -> Launch:
     return _product(c, c.P, 1)
 

@@ -34,6 +34,23 @@ __device__ __forceinline__ int warp_sum(int value) {
     return value;
 }
 
+// Calls use(choice, expert) for the choices from `begin` to `end` - 1, by all lanes of a warp. The last calls of some
+// lanes have expert -1.
+template <typename Use>
+__device__ __forceinline__ void each_choice(const float* routes, int begin, int end, Use use) {
+    for (int first = begin; first < end; first += 32 * BATCH) {
+        int experts[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int c = first + 32 * i + threadIdx.x % 32;
+            const float* const from = routes + c / EXPERTS_USED * 2 * EXPERTS_USED + c % EXPERTS_USED;
+            experts[i] = c < end ? (int)__ldcg(from) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) use(first + 32 * i + threadIdx.x % 32, experts[i]);
+    }
+}
+
 // Launched by operation (variant): expert_tiles (experts sorted)
 extern "C" __global__ void __launch_bounds__(512) expert_tiles(
     const float* routes,  // (M, 2 EXPERTS_USED)
@@ -42,27 +59,14 @@ extern "C" __global__ void __launch_bounds__(512) expert_tiles(
     extern __shared__ int counts[];  // (E)
     __shared__ int of_warp[512 / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x, pitch = 1 + places;
-    const int each = (choices + blockDim.x - 1) / blockDim.x * 32, begin = warp * each;
-    // Calls use(choice, expert) for each of the warp's choices, which are neighbours, and with expert -1 for others.
-    const auto each_choice = [&](auto use) {
-        for (int first = begin; first < min(begin + each, choices); first += 32 * BATCH) {
-            int experts[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const int c = first + 32 * i + lane;
-                const float* const from = routes + c / EXPERTS_USED * 2 * EXPERTS_USED + c % EXPERTS_USED;
-                experts[i] = c < min(begin + each, choices) ? (int)__ldcg(from) : -1;
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) use(first + 32 * i + lane, experts[i]);
-        }
-    };
+    const int each = (choices + blockDim.x - 1) / blockDim.x * 32;
+    const int begin = warp * each, after = min(begin + each, choices);  // the warp's choices are neighbours
     let_next_start();
     for (int e = threadIdx.x; e < E; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     wait_for_previous();
     int found = 0;  // choices of the warp that are of the block's expert
-    each_choice([&](int, int e) {
+    each_choice(routes, begin, after, [&](int, int e) {
         if (e >= 0 && e < E) atomicAdd(counts + e, 1);
         found += __popc(__ballot_sync(0xffffffffu, e == own));
     });
@@ -80,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(512) expert_tiles(
     int* const to = tiles + (long long)first * pitch;
     int place = warp_sum(lane < warp ? of_warp[lane] : 0);
     if (found) {
-        each_choice([&](int c, int e) {
+        each_choice(routes, begin, after, [&](int c, int e) {
             const unsigned votes = __ballot_sync(0xffffffffu, e == own);
             const int at = place + __popc(votes & ((1u << lane) - 1));
             if (e == own) to[at / places * pitch + 1 + at % places] = c;

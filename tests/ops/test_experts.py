@@ -38,7 +38,7 @@ def test_route(M: int, C: int, E: int, n_used: int, options: Any, device: Any) -
     """A row has the same bits alone; of equal scores, the lower number is first."""
     x, router = plain.normal(0, M, C) / np.float32(C**0.5), plain.normal(1, E, C) / 2
     bias = np.linspace(0, 1, E, dtype="f4") if options else None
-    router[E // 2] = router[0]
+    router[0] = router[E // 2] = 8 * x[0]  # two experts that row 0 prefers
     if bias is not None:
         bias[E // 2] = bias[0]
     found = run(device, "route", x, router, bias, n_used=n_used, **options)

@@ -1,4 +1,4 @@
-// A block's outputs in matmul/decode/mma.cu and matmul/decode/experts.cu, from loads of weights to the epilogue.
+// A block's outputs in matmul/decode/mma.cu and matmul/decode/mma_experts.cu, from loads of weights to the epilogue.
 #pragma once
 #include "lib/storage.cuh"
 #include "lib/sm80.cuh"

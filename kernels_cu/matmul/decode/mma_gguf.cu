@@ -8,7 +8,7 @@
 //   decode_mma_gguf_parts: without clusters, GGUF_PARTS blocks have the same columns, and divide the splits of K. They
 //       store sums in memory, which the last of these blocks adds up
 //   decode_mma_gguf_experts: GGUF weights of experts: a block multiplies the rows that chose one expert by columns of
-//       this expert's matrix, as in matmul/decode/experts.cu
+//       this expert's matrix, as in matmul/decode/mma_experts.cu
 //
 // EPILOGUE selects other outputs (lib/decode/epilogues.cuh):
 //

@@ -1,6 +1,6 @@
 // Matrix products of mixtures of experts on tensor cores, for any number of rows, on sm_75 and newer:
 //
-//   decode_experts: a block multiplies the rows that chose one expert by some columns of this expert's matrix
+//   decode_mma_experts: a block multiplies the rows that chose one expert by some columns of this expert's matrix
 //
 // out[c] = x[c / DECODE_EXPERTS] W[e]^T * scale[e] for choice c of expert e; with DECODE_UP, for two matrices, out[c] =
 // silu(x W[e]^T * scale[e]) (x up[e]^T * up_scale[e]). W has the matrices (N, K) of all experts one after the other.
@@ -24,7 +24,7 @@
 #include "matmul/decode/mma.cuh"
 
 // Launched by operation (variant): experts_gated (experts gated), experts_down (experts down)
-extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_experts(
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_experts(
     const float* x,                      // (M, K), or with DECODE_EXPERTS 1 (P, K)
     const int* tiles,                    // (T, 1 + places)
     const W* __restrict__ w,             // (E N, K)
