@@ -89,7 +89,8 @@ def test_blocks_of_a_gguf_file_are_kept(kind: str, tmp_path: Path) -> None:
     metadata = gguf_writer.metadata_of(Random(config))
     gguf_writer.write(path, metadata, tensors, lambda n: kind if "_exps." in n else "F32")
     found, wide = (gpt2block.from_pretrained(path, "cpu", dtype) for dtype in ("file", "float16"))
-    (kept,) = {found.engine._matrices[f"h.1.{name}"].ranges for name in EXPERTS}
+    engine: Any = found.engine
+    (kept,) = {engine._matrices[f"h.1.{name}"].ranges for name in EXPERTS}
     assert kept == ((kind, 768),)
     for (name, array, _), (_, truth, _) in zip(found.tensors(), wide.tensors(), strict=True):
         limit = 2.0**-11 * np.abs(truth).max() * name.endswith(EXPERTS)
