@@ -122,13 +122,10 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
-MIXED: dict[str, Any] = {"n_expert": 5, "n_expert_used": 2}
+EXPERTS: dict[str, Any] = {"n_expert": 5, "n_expert_used": 2, "norm_topk_prob": True}
 MIXTURES: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {**MIXED, "n_ff_expert": 64, "expert_layers": (True, False), "norm_topk_prob": False},
-    ),
-    "olmoe": (OlmoeConfig, {**MIXED, "norm_topk_prob": True}),
+    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "n_ff_expert": 64, "expert_layers": (True, False)}),
+    "olmoe": (OlmoeConfig, {**EXPERTS, "norm_topk_prob": False}),
 }
 WINDOW = 70  # window of a wide model, if the architecture has windows
 WIDE: dict[str, Any] = {

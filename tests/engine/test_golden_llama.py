@@ -143,14 +143,11 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_unit"),
     [
-        ("llama-grouped", "float32", 0),
-        ("llama-grouped", "bfloat16", 2.0**-8),
-        ("llama-grouped", "float16", 2.0**-11),
-        ("llama-grouped", "float8_e4m3fn", 2.0**-8),
-        ("qwen3_moe", "float32", 0),
-        ("olmoe", "float8_e4m3fn", 2.0**-8),
+        ("llama-grouped", "float32", 0), ("llama-grouped", "bfloat16", 2.0**-8),
+        ("llama-grouped", "float16", 2.0**-11), ("llama-grouped", "float8_e4m3fn", 2.0**-8),
+        ("qwen3_moe", "float32", 0), ("olmoe", "float8_e4m3fn", 2.0**-8),
     ],
-)
+)  # fmt: skip
 def test_every_step_errs_by_rounding(name: str, dtype: str, kv_unit: float, cached: bool) -> None:
     """Steps err by float32's rounding; only attention also by the rounding of the kv_cache."""
     model, ids = load(name, dtype=dtype), expected_of(name)["ids"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +12,35 @@ from fuzzing import gguf_writer
 from numpy.typing import NDArray
 
 import gpt2block
-from gpt2block import CheckpointError, InputError, Model
+from gpt2block import CheckpointError, InputError
 from gpt2block.files.checkpoints import Checkpoint
-from gpt2block.files.parameters.arrays import random_model
+from gpt2block.files.checkpoints.adapters import Adapter
 from gpt2block.models.architectures.olmoe import OlmoeConfig
 from gpt2block.models.config import EXPERTS
 from gpt2block.models.weights.gguf import random_blocks
+from tests.adapters import USUAL, save_adapter
 from tests.command_line import gpt2block as command
+from tests.files.test_save_gguf import OF_LLAMA, Random
 from tests.files.test_transformers_folders import GOLDEN, folder
 from tests.refusals import assert_same_tensors
 
 Tensors = dict[str, NDArray[Any]]
-SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 256, "n_ctx": 32, "vocab_size": 11}
-FIRST = "model.layers.0.mlp.experts."
+FIRST, ROUTER = "model.layers.0.mlp.experts.", "model.layers.2.mlp.gate.weight"
+UP_3, UP_7 = f"{FIRST}3.up_proj.weight", f"{FIRST}7.up_proj.weight"
+UP, DOWN = np.ones((12, 36), np.float16), np.ones((7, 36, 12), np.float16)
 
 
 def packed(tensors: Tensors) -> Tensors:
     """Return tensors as `transformers` 5 keeps them in memory."""
     kept = {name: array for name, array in tensors.items() if ".experts." not in name}
-    for module in {name.partition(".experts.")[0] + ".experts." for name in {*tensors} - {*kept}}:
-        count = sum(name.startswith(module) for name in tensors) // 3
+    for h in {name.partition("experts.")[0] + "experts." for name in {*tensors} - {*kept}}:
+        numbers = range(sum(name.startswith(h) for name in tensors) // 3)
         gate, up, down = (
-            np.stack([tensors[f"{module}{n}.{part}_proj.weight"] for n in range(count)])
+            np.stack([tensors[f"{h}{n}.{part}_proj.weight"] for n in numbers])
             for part in ("gate", "up", "down")
         )
-        kept[f"{module}gate_up_proj"] = np.concatenate([gate, up], 1)
-        kept[f"{module}down_proj"] = down
+        kept |= {f"{h}gate_up_proj": np.concatenate([gate, up], 1), f"{h}down_proj": down}
     return kept
-
-
-def without(name: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {n: array for n, array in tensors.items() if n != name}
-
-
-def more(name: str, like: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: tensors | {name: tensors[like]}
-
-
-def swapped(tensors: Tensors) -> Tensors:
-    name = f"{FIRST}down_proj"
-    return {**packed(tensors), name: packed(tensors)[name].swapaxes(1, 2).copy()}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
@@ -62,26 +50,28 @@ def test_packed_experts_are_those_of_the_hub(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("packs", "changes", "message"),
     [
-        (without(f"{FIRST}3.up_proj.weight"), "1 tensors missing: .*mlp.experts.3.up_proj"),
-        (without("model.layers.2.mlp.gate.weight"), "1 tensors missing: layers.2.mlp.gate.weight"),
-        (more(f"{FIRST}7.up_proj.weight", f"{FIRST}0.up_proj.weight"),
-         "1 tensors unexpected: layers.0.mlp.experts.7.up_proj"),
-        (swapped, r"experts.down_proj: expected shape \(7, 36, 12\) of .*, got \(7, 12, 36\)"),
-        (lambda tensors: tensors | packed(tensors), "experts.0.*: expected one of the two"),
-        (lambda tensors: packed(tensors) | {f"{FIRST}down_proj": np.ones((7, 36, 12), np.int8)},
-         "experts.down_proj: expected shape .* of float64, .*, got .* of I8"),
+        (False, {UP_3: None}, r"1 tensors missing: layers\.0\.mlp\.experts\.3\.up_proj"),
+        (False, {UP_7: UP}, r"unexpected: layers\.0\.mlp\.experts\.7\.up_proj"),
+        (True, {UP_7: UP}, r"unexpected: layers\.0\.mlp\.experts\.7\.up_proj"),
+        (True, {UP_3: UP}, r"gate_up_proj and .*3\.up_proj.*: expected one of"),
+        (True, {f"{FIRST}down_proj": DOWN[:6]}, r"shape \(7, 36, 12\) of .*, got \(6, 36, 12\)"),
+        (True, {f"{FIRST}down_proj": DOWN.astype(np.int8)}, r"down_proj: .* of float64, .* of I8"),
+        (True, {ROUTER: None}, r"1 tensors missing: layers\.2\.mlp\.gate\.weight"),
     ],
 )  # fmt: skip
-def test_wrong_experts(change: Callable[[Tensors], Tensors], message: str, tmp_path: Path) -> None:
+def test_wrong_experts(packs: bool, changes: Tensors, message: str, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        made = (packed(tensors) if packs else tensors) | changes
+        return {name: array for name, array in made.items() if array is not None}
+
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(folder(tmp_path / "model", "qwen3_moe", change))
 
 
 def test_a_router_is_finite(tmp_path: Path) -> None:
-    name = "model.layers.2.mlp.gate.weight"
-    path = folder(tmp_path / "model", "qwen3_moe", lambda of: of | {name: of[name] * np.nan})
+    path = folder(tmp_path / "model", "qwen3_moe", lambda of: of | {ROUTER: of[ROUTER] * np.nan})
     with pytest.raises(InputError, match=r"h\.2\.router: 252 of 252 weights"):
         gpt2block.from_pretrained(path, device="cpu")
 
@@ -89,26 +79,38 @@ def test_a_router_is_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
 def test_blocks_of_a_gguf_file_are_kept(kind: str, tmp_path: Path) -> None:
     """The weights and the logits are those of the same file in float16, except for rounding."""
-    config = OlmoeConfig(**SIZES, n_expert=3, n_expert_used=2, n_ff=256)
-    source: Model[Any] = Model.from_tensors(config, random_model(0, config), "cpu", "float32")
-    tensors = gguf_writer.tensors_of(source)
+    config = OlmoeConfig(**OF_LLAMA | {"n_embd": 256, "n_ff": 256}, n_expert=3, n_expert_used=2)
+    tensors = gguf_writer.tensors_of(Random(config))
     for seed, (name, array) in enumerate(tensors.items()):
         if array.ndim == 3:
             blocks = random_blocks(kind, array.shape[0] * array.shape[1], 256, seed, 0.02)
             tensors[name] = blocks.reshape(*array.shape[:2], -1)
     path = tmp_path / "m.gguf"
-    kinds = {True: kind, False: "F32"}
-    metadata = gguf_writer.metadata_of(source)
-    gguf_writer.write(path, metadata, tensors, lambda name: kinds["_exps." in name])
+    metadata = gguf_writer.metadata_of(Random(config))
+    gguf_writer.write(path, metadata, tensors, lambda n: kind if "_exps." in n else "F32")
     found, wide = (gpt2block.from_pretrained(path, "cpu", dtype) for dtype in ("file", "float16"))
-    (kept,) = {found.engine._matrices[f"h.1.{name}"].ranges for name in EXPERTS}
+    engine: Any = found.engine
+    (kept,) = {engine._matrices[f"h.1.{name}"].ranges for name in EXPERTS}
     assert kept == ((kind, 768),)
     for (name, array, _), (_, truth, _) in zip(found.tensors(), wide.tensors(), strict=True):
         limit = 2.0**-11 * np.abs(truth).max() * name.endswith(EXPERTS)
         np.testing.assert_allclose(array, truth, rtol=0, atol=limit)
-    ids = np.arange(9)
-    logits = wide(ids)
+    ids, logits = np.arange(9), wide(np.arange(9))
     np.testing.assert_allclose(found(ids), logits, rtol=0, atol=2e-3 * np.abs(logits).max())
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    base = GOLDEN / "olmoe"
+    config = Checkpoint.open(base).config
+    usual = save_adapter(tmp_path / "usual", base, modules=USUAL)
+    assert Adapter.read(usual, config).factors.keys() == {"h.0.w_qkv", "h.1.w_qkv"}
+    with pytest.raises(CheckpointError, match=r"named q_proj, .*, got .*experts\.0\.down_proj"):
+        Adapter.read(save_adapter(tmp_path / "all", base), config)
+
+
+def test_one_gpu_only() -> None:
+    error = command("info", GOLDEN / "olmoe", "--gpus", 2).error
+    assert error.startswith("olmoe on 2 GPUs: expected one GPU, as mixtures of experts are not div")
 
 
 def test_active_parameters() -> None:

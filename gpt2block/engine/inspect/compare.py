@@ -127,7 +127,7 @@ def exact_tensors(engine: TracedEngine, ids: Ids) -> dict[str, Exact]:
     constants |= SequenceFrequencies(config, 1, T, np).tensors
     do = NumpyExecutor({**weights, **constants, **kept, **batch}, keep=None)
     forward(NumpyPass(do, PassSettings.of(config), T), architecture, config, "logits")
-    # Engines compute these results from exact inputs: they are no rows of the pass.
+    # Engines compute these results from exact inputs, as the results are no rows of the pass.
     others = "spans", ".mixed", ".tiles"
     tensors = {name: made for name, made in do.kept.items() if not name.endswith(others)}
     scores = np.asarray(reference.log_likelihood(tensors["logits"], np.roll(ids, -1)), np.float64)
@@ -173,9 +173,9 @@ def _by_engine_names(
             spans = range(0, T, ROWS_AT_ONCE)
             tensors |= {f"{name}.{first}": tensor[first : first + ROWS_AT_ONCE] for first in spans}
     if cached:
-        # A token has several rows of some results of mixtures of experts.
+        # The last token has a row, or one for each of its experts.
         tensors = {
-            name: tensor if name.endswith((".k", ".v")) else tensor[-(len(tensor) // T) :]
+            name: tensor if name.endswith((".k", ".v")) else tensor[-max(1, len(tensor) // T) :]
             for name, tensor in tensors.items()
         }
     return tensors

@@ -44,9 +44,8 @@ def split_experts(
 
 def _parts(file: Path, config: Any, tensor: Stored, module: str, kind: str) -> dict[str, Stored]:
     C, E, H = config.n_embd, config.n_expert, config.n_ff_expert
-    shape, halves = (E, C, H), ("down_proj",)
-    if kind == "gate_up_proj":
-        shape, halves = (E, 2 * H, C), ("gate_proj", "up_proj")
+    halves = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    shape = (E, 2 * H, C) if kind == "gate_up_proj" else (E, C, H)
     if tensor.shape != shape or tensor.dtype not in DTYPES:
         raise CheckpointError(
             f"{file}: {tensor.label}: expected shape {shape} of {', '.join(DTYPES)}, got "
