@@ -208,6 +208,9 @@ def _checked_product(c: Call, others: Variant, of_blocks: Variant) -> Call:
     """Check the sizes of a product, and choose the variant by the dtype of the weights."""
     c.order = (of_blocks if c.w.dtype == GGUF else others,)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
+    if any(w is not None and w.input_order is not None for w in (c.w, c.up)):
+        raise InputError("w: inputs in an order of their own: expected the order of x: use a dtype "
+                         "such as bfloat16 instead of file")  # fmt: skip
     if c.w.N % c.n_expert:
         raise InputError(f"w: {c.w.N:,} outputs: expected a multiple of {c.n_expert} experts")
     if c.T == 0 or c.R < 2:
