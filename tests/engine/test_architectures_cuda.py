@@ -122,11 +122,6 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
-EXPERTS: dict[str, Any] = {"n_expert": 5, "n_expert_used": 2, "norm_topk_prob": True}
-MIXTURES: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
-    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "n_ff_expert": 64, "expert_layers": (True, False)}),
-    "olmoe": (OlmoeConfig, {**EXPERTS, "norm_topk_prob": False}),
-}
 WINDOW = 70  # window of a wide model, if the architecture has windows
 WIDE: dict[str, Any] = {
     "head_size": 128,
@@ -166,7 +161,7 @@ def made(case: Case, device: str) -> Model[Any]:
     name, dtype, wide = case
     if name == "gpt2":
         return model_of(GPT2Config(2, 4, 512, 200, 53) if wide else GPT2, device, dtype)
-    kind, own = {**OWN, **MIXTURES}[name]
+    kind, own = OWN[name]
     own = {name: WINDOW if wide and name == "window" else value for name, value in own.items()}
     return model_of(kind(**{**SIZES, **(WIDE if wide else {}), **own}), device, dtype)
 
@@ -182,7 +177,7 @@ def model_of(config: ModelConfig, device: str, dtype: str) -> Model[Any]:
     return Model.from_tensors(config, tensors, device, dtype, FORMATS[dtype])
 
 
-@pytest.mark.parametrize("name", [*OWN, *MIXTURES])
+@pytest.mark.parametrize("name", OWN)
 def test_no_activation_is_above_its_bound(name: str) -> None:
     """Operands of products and the residual stream are checked, with very different weights."""
     model = made((name, "float32", False), "cpu")
