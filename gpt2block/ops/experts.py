@@ -72,9 +72,8 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     if geometry is None:
         return Refusal(f"K {p.K:,}: a row does not fit in shared memory{instead}")
     blocks, shares = geometry.grid
-    too_many = f"{p.T:,} tiles: expected at most {mma.MAX_BLOCKS // shares:,}: pass fewer rows"
-    refused = Refusal.first((p.T * shares > mma.MAX_BLOCKS, too_many))
-    return refused or geometry._replace(kernel="decode_mma_experts", grid=(blocks, p.T * shares))
+    grid = blocks, *mma.two_axes(p.T * shares)
+    return geometry._replace(kernel="decode_mma_experts", grid=grid)
 
 
 def _product(c: Call, M: int, chosen: int) -> Launch:
@@ -149,7 +148,7 @@ def _down_blocks(c: Call) -> Launch:
 def _added(c: Call) -> Launch:
     width = gcd(FOUR, c.N)
     c.check_addresses("y", "residual", "out", loaded=width)
-    grid = (ceil(c.N / width / ADDING), c.M)
+    grid = (c.M, ceil(c.N / width / ADDING))
     geometry = Geometry("add_experts", grid, (ADDING,), 0, (("ADD_WIDTH", width), *_used(c)))
     return launch_at(TILES, geometry, (c.y, c.routes, c.residual, c.output("out"), c.N))
 

@@ -13,6 +13,7 @@ from gpt2block.cuda.arrays import mapped
 from gpt2block.models.weights.gguf import INT4, TYPES, GgufMatrix
 from gpt2block.models.weights.matrix import WeightMatrix
 from gpt2block.ops import registry
+from gpt2block.ops.engines import linear_mma
 from tests import plain
 from tests.devices import assert_same_bits, every_device, on_hopper, one_order, slow
 from tests.gpus import cupy_with
@@ -144,6 +145,24 @@ def test_products(
             as_linear["variant"] = None if dtype in TYPES else "mma"
             alone = run(device, "linear", *inputs, **as_linear, **options)
             assert_same_bits(found[c : c + 1], alone)
+
+
+@one_order
+@pytest.mark.parametrize("dtype", ["bfloat16", "Q8_0"])
+def test_tiles_of_a_long_prompt(dtype: str, device: Any, monkeypatch: Any) -> None:
+    """More tiles than one axis of a grid has blocks are along two axes, with the same bits."""
+    routes, x = draw(9, 4, 2), plain.normal(0, 9, 64)
+    tiles = reference.expert_tiles(routes, n_expert=4, rows=4)
+    given = x, *(matrix(dtype, 4 * 16, 64, seed) for seed in (1, 2)), tiles
+    expected = run(device, "experts_gated", *given, n_expert=4, n_used=2)
+    monkeypatch.setattr(linear_mma, "MAX_BLOCKS", 4)
+    assert len(tiles) > 4
+    assert_same_bits(run(device, "experts_gated", *given, n_expert=4, n_used=2), expected)
+
+
+def test_two_axes() -> None:
+    assert linear_mma.two_axes(65_535) == (65_535,)
+    assert linear_mma.two_axes(65_537) == (32_769, 2)
 
 
 @on_hopper

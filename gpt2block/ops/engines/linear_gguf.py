@@ -15,7 +15,16 @@ from gpt2block.cuda.kernels import Geometry, Launch, launch_at, nonzero_defines,
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
-from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, RMSNORM, STATIC, TERMS, UNIT, splits
+from gpt2block.ops.engines.linear_mma import (
+    FLOAT,
+    MAX_SPLITS,
+    RMSNORM,
+    STATIC,
+    TERMS,
+    UNIT,
+    splits,
+    two_axes,
+)
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
@@ -397,7 +406,10 @@ def plan_of_experts(
         most, w.K, ((types[0], w.N // n_expert),), up=len(blocks) > 1, tiles=T,
         terms=1 if rounded else TERMS, clusters=False, **limits(STATIC),
     ) or _too_long(w.K)  # fmt: skip
-    return found if isinstance(found, Refusal) else found._replace(kernel=OF_EXPERTS)
+    if isinstance(found, Refusal):
+        return found
+    blocks, shares = found.grid
+    return found._replace(kernel=OF_EXPERTS, grid=(blocks, *two_axes(shares)))
 
 
 def launch_experts(c: Call, M: int, chosen: int) -> Launch:

@@ -21,9 +21,10 @@ __device__ __forceinline__ long long x_row(int r) { return r; }
 __device__ __forceinline__ bool is_missing(int r, int rows) { return DECODE_EXPERTS && r >= rows; }
 
 #if DECODE_EXPERTS
-// The work of block blockIdx.y: up to ROWS choices of a tile. tiles (T, 1 + places): the first T blocks have the first
-// ROWS choices of the tiles, the next T blocks the next choices. Blocks without work therefore run last. An earlier
-// kernel writes `tiles`, so the expert, and the place of its weights, are known only after the wait for this kernel.
+// The work of a block: up to ROWS choices of a tile. tiles (T, 1 + places): along the axes y and z of the grid, the first
+// T blocks have the first ROWS choices of the tiles, the next T blocks the next choices. Blocks without work therefore
+// run last. An earlier kernel writes `tiles`, so the expert, and the place of its weights, are known only after the wait
+// for this kernel.
 template <int ROWS>
 struct ExpertShare {
     int expert;
@@ -33,8 +34,8 @@ struct ExpertShare {
         static_assert(ROWS <= 16, "the block's choices");
         let_next_start();
         wait_for_previous();
-        const int at = blockIdx.y / T * ROWS + threadIdx.x;
-        const int* const tile = tiles + (long long)(blockIdx.y % T) * (1 + places);
+        const int share = blockIdx.y + gridDim.y * blockIdx.z, at = share / T * ROWS + (int)threadIdx.x;
+        const int* const tile = tiles + (long long)(share % T) * (1 + places);
         const int choice = threadIdx.x < ROWS && at < places ? __ldcg(tile + 1 + at) : -1;
         expert = __ldcg(tile);
         if (choice >= 0) choices[threadIdx.x] = choice;

@@ -13,8 +13,8 @@
 // therefore has the bits of matmul/decode/mma.cu with this row and this expert's matrix, whatever other rows there are.
 // Blocks cannot load weights before the wait for the previous kernel, because an earlier kernel writes the tiles.
 //
-// grid (ceil(N / DECODE_COLUMNS), with DECODE_UP ceil(2 N / DECODE_COLUMNS); tiles * ceil(places / DECODE_ROWS)), block
-// (32 * WARPS). The Python module `experts` computes the geometry. The size of a row of W is a multiple of 16 bytes.
+// grid (ceil(N / DECODE_COLUMNS), with DECODE_UP ceil(2 N / DECODE_COLUMNS); y; z), where y z is at least
+// tiles * ceil(places / DECODE_ROWS), block (32 * WARPS). The Python module `experts` computes the geometry. The size of a row of W is a multiple of 16 bytes.
 #ifndef DECODE_NORM
 #define DECODE_NORM 0
 #endif
