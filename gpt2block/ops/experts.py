@@ -161,14 +161,19 @@ def _used(c: Call) -> Defines:
 def _prepare_route(unchecked: UncheckedCall) -> Call:
     """Check a call of `route`."""
     c = unchecked.checked()
-    most = min(c.E, MAX_USED)
-    check_integer("n_used", c.n_used, 1, most, f"1 to {most}")
-    if c.C % FOUR or c.E > MAX_EXPERTS:
-        raise InputError(
-            f"router: expected, on a GPU, up to {MAX_EXPERTS} experts, and a multiple of "
-            f"{FOUR} channels, got ({c.E}, {c.C}): device='cpu' computes all sizes"
-        )
+    check_integer("n_used", c.n_used, 1, c.E, f"1 to {c.E}")
+    check_sizes(c.C, c.E, c.n_used)
     return c
+
+
+def check_sizes(C: int, n_expert: int, n_used: int) -> None:
+    """Raise InputError unless kernels can choose n_used of n_expert experts for C channels."""
+    if C % FOUR or n_expert > MAX_EXPERTS or n_used > MAX_USED:
+        raise InputError(
+            f"router: expected, on a GPU, up to {MAX_EXPERTS} experts, of which a token uses up to "
+            f"{MAX_USED}, and a multiple of {FOUR} channels, got {n_expert:,} experts, {n_used:,} "
+            f"used, {C:,} channels: device='cpu' computes all sizes"
+        )
 
 
 def _prepare_tiles(unchecked: UncheckedCall) -> Call:
