@@ -60,7 +60,7 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     """Return the launch of the kernel for the products of all tiles, or the reason to refuse."""
     outputs, possible = p.N * (1 + p.up), mma.PAIRED_COLUMNS if p.up else mma.COLUMNS
     columns = tuple(n for n in possible if n <= NARROW or p.M > FEW_ROUTED)
-    instead = ": use weights of another dtype, or device='cpu'"
+    instead = blocks.INSTEAD_OF_EXPERTS
     refused = mma.refusal(p.dtype, p.K, instead)
     if refused:
         return refused
@@ -71,8 +71,8 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     geometry = mma.geometry(p.places, outputs, p.K, p.dtype, cut=cut, **card)
     if geometry is None:
         return Refusal(f"K {p.K:,}: a row does not fit in shared memory{instead}")
-    blocks, shares = geometry.grid
-    grid = blocks, *mma.two_axes(p.T * shares)
+    across, shares = geometry.grid
+    grid = across, *mma.two_axes(p.T * shares)
     return geometry._replace(kernel="decode_mma_experts", grid=grid)
 
 
@@ -191,7 +191,8 @@ def _prepare_gated(unchecked: UncheckedCall) -> Call:
     c = _prepare_product(unchecked)
     c.w, c.up = c.w_gate, c.w_up
     if c.up.dtype != c.w.dtype:
-        raise InputError(f"w_up: {c.up.dtype}: expected {c.w.dtype}, as w_gate has")
+        expected = f"{c.w.dtype}, as w_gate has{blocks.INSTEAD_OF_EXPERTS}"
+        raise InputError(f"w_up: {c.up.dtype}: expected {expected}")
     return _checked_product(c, _gated, _gated_blocks)
 
 
@@ -213,8 +214,8 @@ def _checked_product(c: Call, others: Variant, of_blocks: Variant) -> Call:
     c.order = (of_blocks if c.w.dtype == GGUF else others,)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     if any(w is not None and w.input_order is not None for w in (c.w, c.up)):
-        raise InputError("w: inputs in an order of their own: expected the order of x: use a dtype "
-                         "such as bfloat16 instead of file")  # fmt: skip
+        expected = f"the order of x{blocks.INSTEAD_OF_EXPERTS}"
+        raise InputError(f"w: inputs in an order of their own: expected {expected}")
     if c.w.N % c.n_expert:
         raise InputError(f"w: {c.w.N:,} outputs: expected a multiple of {c.n_expert} experts")
     if c.T == 0 or c.R < 2:

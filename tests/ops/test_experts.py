@@ -198,7 +198,7 @@ def test_kernels_wait_for_the_previous_kernel(dtype: str, device: Any) -> None:
 def test_float32_needs_tf32(device: Any) -> None:
     w, tiles = plain.normal(0, 8, 16), reference.expert_tiles(draw(2, 2, 1), n_expert=2, rows=8)
     inputs = (plain.normal(1, 2, 16), WeightMatrix.quantize(w, "float32", "NK"), tiles)
-    with pytest.raises(InputError, match="or newer: use weights of another dtype, or device='cpu'"):
+    with pytest.raises(InputError, match=r"or newer: use weights of another dtype, such"):
         run(device, "experts_down", *inputs, n_expert=2)
 
 
@@ -218,7 +218,7 @@ def test_wrong_arguments() -> None:
         ("y: expected 4 rows", "add_experts", (x, routes, x), {}),
         ("48 outputs of 2 experts: expected a multiple", "experts_down", (wide, four, tiles), two),
         ("experts with types Q4_0, Q8_0: expected one", "experts_down", (wide, mixed, tiles), two),
-        ("up: expected types", "experts_gated", (wide, four, eight, tiles), gated),
+        ("up: expected types .*: use weights", "experts_gated", (wide, four, eight, tiles), gated),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             registry.bind(name, inputs, **options)

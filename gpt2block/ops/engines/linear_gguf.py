@@ -33,6 +33,7 @@ from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
 OF_EXPERTS = f"{KERNEL}_experts"  # the kernel whose blocks have rows and matrix of an expert
+INSTEAD_OF_EXPERTS = ": use weights of another dtype, such as bfloat16, or device='cpu'"
 TURNS = 12  # maximum groups of columns per block of an expert, as tiles of rows can be empty
 COUNTERS = 1024  # counters before these sums
 PARTS = 4, 2  # possible numbers of blocks that divide K
@@ -402,7 +403,9 @@ def plan_of_experts(
         (w.N % (n_expert * BORDER), f"{w.N:,} outputs of {n_expert} experts: expected a multiple "
          f"of {BORDER} outputs for each"),
     )  # fmt: skip
-    found = refused or geometry(
+    if refused:
+        return Refusal(refused.reason + INSTEAD_OF_EXPERTS)
+    found = geometry(
         most, w.K, ((types[0], w.N // n_expert),), up=len(blocks) > 1, tiles=T,
         terms=1 if rounded else TERMS, clusters=False, **limits(STATIC),
     ) or _too_long(w.K)  # fmt: skip
