@@ -33,9 +33,9 @@ CLUSTER = 8  # most blocks that divide the experts of a row
 FEW_ROUTED, FEW_ROWS = 64, 4  # rows up to which blocks route FEW_ROWS rows
 MANY_ROWS, MANY_EACH = 8, 4  # rows per block, and experts per warp, for more rows
 SORTING, ADDING = 512, 256  # most threads of expert_tiles, threads of add_experts
-# Maximum columns of a block for up to FEW_ROUTED rows: several small blocks per multiprocessor wait
-# for memory at different times. For more rows, larger blocks read x less often.
-NARROW = 16
+# Limits for products: several small blocks per multiprocessor wait for memory at different times.
+# For more than FEW_ROUTED rows, blocks have more columns, because they would read x too often.
+NARROW, FLIGHT = 16, 2  # columns of a block for FEW_ROUTED rows; units of K in flight per lane
 
 
 class ExpertProduct(NamedTuple):
@@ -62,10 +62,13 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     refused = mma.refusal(p.dtype, p.K, instead)
     if refused:
         return refused
-    card, rows = limits(mma.STATIC), min(p.M, p.places)  # a row chooses an expert at most once
+    card = limits(mma.STATIC)
     cut = mma.layout(
-        rows, outputs, p.K, p.dtype, card["sms"], columns, gpu().has_overlap, row_blocks=p.T
+        p.M, outputs, p.K, p.dtype, card["sms"], columns, gpu().has_overlap, row_blocks=p.T
     )
+    narrow = p.M <= FEW_ROUTED and p.dtype != "float32"  # float weights need more registers
+    flight = min(cut.flight, FLIGHT if narrow else 1)
+    cut = cut._replace(rows=min(cut.rows, power_of_two(p.places)), flight=flight)
     geometry = mma.geometry(p.places, outputs, p.K, p.dtype, cut=cut, **card)
     if geometry is None:
         return Refusal(f"K {p.K:,}: a row does not fit in shared memory{instead}")
