@@ -95,25 +95,15 @@ def test_tiles_and_sums(routes: Any, E: int, rows: int, device: Any) -> None:
 PRODUCTS = [
     (1, 80, 24, 4, 2, 8, "bfloat16", False), (3, 128, 33, 2, 1, 8, "float16", True),
     (17, 136, 16, 5, 3, 8, "float32", False), (8, 1040, 8, 3, 2, 8, "float8_e4m3fn", True),
-    slow(70, 96, 40, 4, 1, 32, "bfloat16", False), slow(2, 64, 8, 128, 8, 4, "float16", False),
+    slow((70, 96, 40, 4, 1, 32, "bfloat16", False)), slow((2, 64, 8, 128, 8, 4, "float16", False)),
 ]  # fmt: skip
 
 
 @one_order
-@pytest.mark.parametrize(("M", "K", "N", "E", "n_used", "places", "dtype", "rounded"), PRODUCTS)
-def test_products(
-    M: int,
-    K: int,
-    N: int,
-    E: int,
-    n_used: int,
-    places: int,
-    dtype: str,
-    rounded: bool,
-    device: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products(case: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every choice has the bits of `linear` with this row and with the expert's matrix."""
+    M, K, N, E, n_used, places, dtype, rounded = case
     cupy_with(80 if dtype == "float32" else 75)
     monkeypatch.setattr(experts, "MOST_BLOCKS", 16 if M == 1 else 1e-3)  # a block loops over tiles
     routes = draw(M, E, n_used) if M < 70 else routes_of(np.full((M, 1), E - 2))
@@ -133,9 +123,8 @@ def test_products(
         given = x if name == "experts_gated" else x[of_row]
         found = run(device, name, given, *matrices, tiles, n_expert=E, **own, **options)
         exact = plain.exact(name, given, *matrices, tiles, n_expert=E, **own)
-        np.testing.assert_allclose(
-            found, exact, rtol=0, atol=(ROUNDING[dtype] + 2e-6) * np.abs(exact).max()
-        )
+        most = (ROUNDING[dtype] + 2e-6) * np.abs(exact).max()
+        np.testing.assert_allclose(found, exact, rtol=0, atol=most)
         for c in {0, len(choices) // 2, len(choices) - 1}:
             e, x_row = int(chosen[c]), given[rows[c], None]
             w, *ups = (each.columns(e * N, e * N + N) for each in matrices)
@@ -148,9 +137,7 @@ def test_products(
 @on_hopper
 def test_kernels_wait_for_the_previous_kernel(device: Any) -> None:
     M, C, H, E, n_used = 5, 64, 16, 4, 2
-    x, router = (
-        device.asarray(plain.normal(n, *shape)) for n, shape in enumerate([(M, C), (E, C)])
-    )
+    x, router = (device.asarray(plain.normal(rows, rows, C)) for rows in (M, E))
     gate, down = (
         WeightMatrix.quantize(plain.normal(n, E * N, K), "bfloat16", "NK").mapped(device.asarray)
         for n, (N, K) in enumerate([(H, C), (C, H)])
@@ -160,10 +147,8 @@ def test_kernels_wait_for_the_previous_kernel(device: Any) -> None:
     def add(name: str, *inputs: Any, **options: Any) -> Any:
         """Test a step, and return its result."""
         bound = registry.bind(name, inputs, **options)
-        late = [
-            each for each in inputs if each is not router and not isinstance(each, WeightMatrix)
-        ]
-        assert_waits(bound.launches, [each for each in late if each is not None], [bound.out])
+        late = [each for each in inputs if type(each) is type(x) and each is not router]
+        assert_waits(bound.launches, late, [bound.out])
         return bound.out
 
     routes = add("route", x, router, None, n_used=n_used)
