@@ -5,8 +5,8 @@
 //   y (M, N)   x (M, K)   a (R, K), b (R, N), float: the factors of all adapters, one after another
 //   up (M, N), or null: a second y of the same x, whose columns follow those of y. b then has 2 N columns
 //
-//   add_low_rank: x and y have the type T, floats for decoding, else 16 bits for prompts
-//   add_low_rank_mixed: for prompts; x has the 16-bit type T, y, a sum with the residual stream, is float
+//   add_low_rank: x and y have the type T: floats in decoding, 16 bits in prompts
+//   add_low_rank_mixed: x has the 16-bit type T; y, a sum with the residual stream of prompts, is float
 //
 // Row m belongs to sequence row[m], which has the adapter adapter[row[m]]; a row without either is unchanged. `spans`
 // has a range of rows of a and b for each adapter and tile of TILE columns. So one launch computes products with the

@@ -107,7 +107,7 @@ def test_a_text_has_the_bits_that_it_has_alone(
     given: Any = {"dtype": dtype, "kv_dtype": FORMATS[dtype]}
     adapters = ["a", None, "b", None, "a"] * (4 if where == "gpu" else 1)
     with running_on(where):
-        model = from_pretrained(base, "cuda", **given, adapters=folders)
+        model: Any = from_pretrained(base, "cuda", **given, adapters=folders)
         ran = list[Recording]()
         model.engine.recordings.watch = ran.append
         together = texts(model, adapters, True)
