@@ -44,10 +44,11 @@ from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inpu
 from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.message_events import MessageSent
-from gpt2block.apps.serve.messages import MESSAGE_FIELDS, VERSIONS, CountRequest, MessagesRequest
+from gpt2block.apps.serve.messages import MESSAGE_FIELDS, CountRequest, MessagesRequest, model_infos
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
     MESSAGES,
+    MODELS,
     PART,
     ApiError,
     ChatRequest,
@@ -79,7 +80,7 @@ from gpt2block.engine.chat.tool_forms.base import reads_tools
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.sequences import Sequences, TokenSequence
 from gpt2block.engine.model import Ids, in_groups
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import CheckpointError, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids, special_id
 
@@ -151,8 +152,8 @@ class Server:
             Route("/health/live", self.live),
             self._route("/metrics", self.show_metrics),
             self._route("/version", self.version),
-            self._route("/v1/models", self.models),
-            self._route("/v1/models/{name:path}", self.models),
+            self._route(MODELS, self.models),
+            self._route(f"{MODELS}/{{name:path}}", self.models),
             self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
             self._route("/v1/rerank", self.rerank, RerankRequest),
             self._route("/rerank", self.rerank, RerankRequest),
@@ -184,7 +185,7 @@ class Server:
         """
 
         async def handled(request: Request) -> Response:
-            begun = perf_counter()
+            begun, anthropic = perf_counter(), request.state.anthropic
             try:
                 with anyio.fail_after(self.settings.seconds):
                     request.state.client = self._client_of(request)
@@ -194,15 +195,17 @@ class Server:
                         body = await self._parsed(request, kind)
                         response = await _while_there(request.receive, handler(request, body))
             except TimeoutError:
-                response = error_response(late(), path)
+                response = error_response(late(), anthropic)
             except _TooLargeError as error:
-                response = _EarlyResponse(error.body(path), error.status, {"connection": "close"})
+                closes = {"connection": "close"}
+                response = _EarlyResponse(error.body(anthropic), error.status, closes)
             except ApiError as error:
-                response = error_response(error, path)
+                response = error_response(error, anthropic)
             except (InputError, CheckpointError) as error:
-                response = error_response(refused(error, kind.model_fields if kind else ()), path)
+                refusal = refused(error, kind.model_fields if kind else ())
+                response = error_response(refusal, anthropic)
             except Exception as error:
-                response = error_response(self._fault(request, path, error), path)
+                response = error_response(self._fault(request, path, error), anthropic)
             self.engine.note("answered", path, response.status_code, perf_counter() - begun)
             return response
 
@@ -284,10 +287,6 @@ class Server:
         return self._adapter_of(body) or self.settings.name
 
     async def messages(self, request: Request, body: CountRequest) -> Response:
-        version = request.headers.get("anthropic-version")
-        if version not in (None, *VERSIONS):
-            expected = " or ".join(VERSIONS)
-            raise ApiError(400, f"anthropic-version: expected {expected}, got {shown(version)}")
         with named_as_given(ChatRequest.model_fields, MESSAGE_FIELDS):
             found = await self.in_thread(request, self._message, body)
             if isinstance(found, int):
@@ -586,14 +585,18 @@ class Server:
         return await self.in_thread(request, text)
 
     async def models(self, request: Request) -> Response:
-        names, wanted = self.names, request.path_params.get("name")
-        found = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
-        found |= {"max_model_len": self.model.config.n_ctx}
-        if wanted is None:
-            return JSONResponse({"object": "list", "data": [{"id": n, **found} for n in names]})
-        if wanted not in names:
+        names, n_ctx = self.names, self.model.config.n_ctx
+        if (wanted := request.path_params.get("name")) not in (None, *names):
             raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
-        return JSONResponse({"id": wanted, **found})
+        whole: JsonObject = {"object": "list"}
+        found = [{"id": name, "object": "model", "created": self._begun, "owned_by": "gpt2block",
+                  "max_model_len": n_ctx} for name in names]  # fmt: skip
+        if request.state.anthropic:
+            found = model_infos(names, self._begun, n_ctx)
+            whole = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse(
+            {**whole, "data": found} if wanted is None else found[names.index(wanted)]
+        )
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": doctor.version()})
@@ -702,4 +705,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     problems = {404: "there is no such address", 405: "another method is expected"}
     problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
     refusal = ApiError(error.status_code, problem)
-    return error_response(refusal, request.url.path, **(error.headers or {}))
+    return error_response(refusal, request.state.anthropic, **(error.headers or {}))
