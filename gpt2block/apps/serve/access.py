@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpt2block.apps.serve.log import log
-from gpt2block.apps.serve.protocol import MESSAGES, MODELS, ApiError, overloaded
+from gpt2block.apps.serve.protocol import MESSAGES, ApiError, overloaded
 from gpt2block.errors import printable, shown
 
 FRAMED_TWICE = ApiError(400, "expected Content-Length or Transfer-Encoding, got both")
@@ -22,23 +22,18 @@ OTHER_VERSION = ApiError(505, "the request: expected HTTP/1.1")
 REQUEST_ID = re.compile("[!-~]{1,128}")
 HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
 VERSIONS = "2023-06-01", "2026-10-21"  # supported values of the header anthropic-version
-ANTHROPIC_HEADERS = {"anthropic-version", "x-api-key"}  # headers that Anthropic's clients send
+ANTHROPIC_HEADERS = {"anthropic-version", "x-api-key"}  # headers of Anthropic's clients
+ANTHROPIC_PATHS = MESSAGES, "/v1/models"  # paths of requests with one of these headers
 HEADERS = {
     401: {"www-authenticate": "Bearer"},
     503: {"retry-after": "1"},  # value of the header, in seconds
 }
 
 
-def error_response(error: ApiError, anthropic: bool = False, **headers: str) -> JSONResponse:
-    """Return the HTTP response for an error. anthropic: whether it has Anthropic's format."""
+def error_response(error: ApiError, openai: bool = True, **headers: str) -> JSONResponse:
+    """Return the HTTP response for an error. openai: as for `ApiError.body`."""
     headers = {**HEADERS.get(error.status, {}), **headers}
-    return JSONResponse(error.body(anthropic), error.status, headers)
-
-
-def _is_anthropic(path: str, headers: Headers) -> bool:
-    """Return whether a request uses Anthropic's protocol."""
-    of_both = path == MODELS or path.startswith(f"{MODELS}/")
-    return path.startswith(MESSAGES) or (of_both and not ANTHROPIC_HEADERS.isdisjoint(headers))
+    return JSONResponse(error.body(openai), error.status, headers)
 
 
 def request_id(id: str = "") -> str:
@@ -65,13 +60,14 @@ class Access:
         begun, status, headers = perf_counter(), 500, Headers(scope=scope)
         state = scope.setdefault("state", {})
         state["id"] = request_id(headers.get("x-request-id", ""))
-        state["anthropic"] = _is_anthropic(scope["path"], headers)
+        of_openai = ANTHROPIC_HEADERS.isdisjoint(headers)
+        state["openai"] = not scope["path"].startswith(MESSAGES if of_openai else ANTHROPIC_PATHS)
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, named = message["status"], [(b"x-request-id", state["id"].encode())]
-                if state["anthropic"]:
+                if not state["openai"]:
                     named.append((b"request-id", state["id"].encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *named]}
             await send(message)
@@ -85,23 +81,23 @@ class Access:
                 log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
-        anthropic = scope["state"]["anthropic"]
+        openai = scope["state"]["openai"]
         if not scope["http_version"].startswith("1."):
-            return error_response(OTHER_VERSION, anthropic, connection="close")
+            return error_response(OTHER_VERSION, openai, connection="close")
         if scope["state"].get("overloaded"):
-            return error_response(OVERLOADED, anthropic)
+            return error_response(OVERLOADED, openai)
         if "content-length" in headers and "transfer-encoding" in headers:
-            return error_response(FRAMED_TWICE, anthropic, connection="close")
+            return error_response(FRAMED_TWICE, openai, connection="close")
         host = headers.get("host", "")
         name = HOST.fullmatch(host.lower())
         if self._hosts and not (name and name[1] in self._hosts):
             names = f"{', '.join(self._hosts)} or another one by --allowed-host"
             problem = f"Host: expected {names}, got {shown(host)}"
-            return error_response(ApiError(400, problem), anthropic)
+            return error_response(ApiError(400, problem), openai)
         version = headers.get("anthropic-version", VERSIONS[0])
-        if anthropic and version not in VERSIONS:
+        if not openai and version not in VERSIONS:
             problem = f"anthropic-version: expected {' or '.join(VERSIONS)}, got {shown(version)}"
-            return error_response(ApiError(400, problem), anthropic)
+            return error_response(ApiError(400, problem), openai)
         return None
 
 

@@ -48,7 +48,6 @@ from gpt2block.apps.serve.messages import MESSAGE_FIELDS, CountRequest, Messages
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
     MESSAGES,
-    MODELS,
     PART,
     ApiError,
     ChatRequest,
@@ -152,8 +151,8 @@ class Server:
             Route("/health/live", self.live),
             self._route("/metrics", self.show_metrics),
             self._route("/version", self.version),
-            self._route(MODELS, self.models),
-            self._route(f"{MODELS}/{{name:path}}", self.models),
+            self._route("/v1/models", self.models),
+            self._route("/v1/models/{name:path}", self.models),
             self._route("/v1/embeddings", self.embeddings, EmbeddingRequest),
             self._route("/v1/rerank", self.rerank, RerankRequest),
             self._route("/rerank", self.rerank, RerankRequest),
@@ -185,7 +184,7 @@ class Server:
         """
 
         async def handled(request: Request) -> Response:
-            begun, anthropic = perf_counter(), request.state.anthropic
+            begun, openai = perf_counter(), request.state.openai
             try:
                 with anyio.fail_after(self.settings.seconds):
                     request.state.client = self._client_of(request)
@@ -195,17 +194,15 @@ class Server:
                         body = await self._parsed(request, kind)
                         response = await _while_there(request.receive, handler(request, body))
             except TimeoutError:
-                response = error_response(late(), anthropic)
+                response = error_response(late(), openai)
             except _TooLargeError as error:
-                closes = {"connection": "close"}
-                response = _EarlyResponse(error.body(anthropic), error.status, closes)
+                response = _EarlyResponse(error.body(openai), error.status, {"connection": "close"})
             except ApiError as error:
-                response = error_response(error, anthropic)
+                response = error_response(error, openai)
             except (InputError, CheckpointError) as error:
-                refusal = refused(error, kind.model_fields if kind else ())
-                response = error_response(refusal, anthropic)
+                response = error_response(refused(error, kind.model_fields if kind else ()), openai)
             except Exception as error:
-                response = error_response(self._fault(request, path, error), anthropic)
+                response = error_response(self._fault(request, path, error), openai)
             self.engine.note("answered", path, response.status_code, perf_counter() - begun)
             return response
 
@@ -274,8 +271,10 @@ class Server:
 
     def _response(self, body: ResponsesRequest) -> PreparedRequest:
         """Return the chat request that answers a request to /v1/responses."""
-        n_ctx = self.model.config.n_ctx
-        asked = self._chat(validated(ChatRequest, chat_body(body), self.names, n_ctx))
+        with self._template(lambda text: None) as template:
+            thinks = bool(template.thinking) or "reasoning_content" in template.names.fields
+        fields, n_ctx = chat_body(body, thinks), self.model.config.n_ctx
+        asked = self._chat(validated(ChatRequest, fields, self.names, n_ctx))
         return replace(asked, sent=ResponseSent(body, self._name_of(asked.body)))
 
     def _adapter_of(self, body: SampledRequest) -> str | None:
@@ -509,12 +508,12 @@ class Server:
 
     def _usage(self, asked: PreparedRequest, new: int) -> JsonObject:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
-        cached = None
+        details = asked.form.usage_details(asked.sequences)
         if self.model.reuses:  # tokens count as cached if all sequences of a prompt reuse them
             samples = len(asked.sequences) // len(asked.prompts)
             groups = zip(*[iter(each.reused for each in asked.sequences)] * samples, strict=True)
-            cached = sum(map(min, groups))
-        return usage(sum(map(len, asked.prompts)), new, cached)
+            details["prompt_tokens_details"] = {"cached_tokens": sum(map(min, groups))}
+        return usage(sum(map(len, asked.prompts)), new, **details)
 
     async def _written(self, request: Request, found: object, values: int) -> Response:
         """Return a response with `found` as JSON; a thread encodes more than MANY_TOKENS values."""
@@ -591,12 +590,11 @@ class Server:
         whole: JsonObject = {"object": "list"}
         found = [{"id": name, "object": "model", "created": self._begun, "owned_by": "gpt2block",
                   "max_model_len": n_ctx} for name in names]  # fmt: skip
-        if request.state.anthropic:
+        if not request.state.openai:
             found = model_infos(names, self._begun, n_ctx)
             whole = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse(
-            {**whole, "data": found} if wanted is None else found[names.index(wanted)]
-        )
+        whole["data"] = found
+        return JSONResponse(whole if wanted is None else found[names.index(wanted)])
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": doctor.version()})
@@ -705,4 +703,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     problems = {404: "there is no such address", 405: "another method is expected"}
     problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
     refusal = ApiError(error.status_code, problem)
-    return error_response(refusal, request.state.anthropic, **(error.headers or {}))
+    return error_response(refusal, request.state.openai, **(error.headers or {}))

@@ -57,7 +57,7 @@ class MessageSent(EventSent):
         return message
 
     def failure(self, error: ApiError) -> bytes:
-        return server_sent(json.dumps(error.body(anthropic=True)), "error")
+        return server_sent(json.dumps(error.body(openai=False)), "error")
 
     def _take(self, chunk: JsonObject) -> list[JsonObject]:
         started = {"type": "message_start", "message": {**self.result, "content": []}}

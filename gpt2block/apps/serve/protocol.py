@@ -43,7 +43,6 @@ LONGEST_KEY = 100  # most characters of a key shown in an error
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # pattern of a token id written as a string
 KEYWORD_OF = {"min_tokens": "min_new_tokens"}  # fields that `generate` names differently
 MESSAGES = "/v1/messages"  # path of the endpoint in Anthropic's protocol
-MODELS = "/v1/models"  # path of an endpoint in both protocols
 # Status → type of an error in Anthropic's protocol; "invalid_request_error" for any other status.
 # Source: Anthropic, "Claude API errors".
 MESSAGE_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -182,9 +181,9 @@ class ApiError(Exception):
         """Pickle all arguments, for another process."""
         return type(self), (self.status, self.message, self.param, self.code)
 
-    def body(self, anthropic: bool = False) -> JsonObject:
-        """Return the body of the response. anthropic: whether it has Anthropic's format."""
-        if anthropic:
+    def body(self, openai: bool = True) -> JsonObject:
+        """Return the body of the response. openai: whether in OpenAI's format or Anthropic's."""
+        if not openai:
             kind = MESSAGE_ERRORS.get(self.status, "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -290,6 +291,18 @@ class TokenSequence:
     def stop_string(self) -> str | None:
         """The stop string that has ended the text; None if none has."""
         return self._text.found if self.ends.stop else None
+
+    def tokens_within(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """Return the number of tokens that begin in ranges (begin, end) of characters."""
+
+        def first(offset: int) -> int:
+            return bisect_left(range(len(self.tokens)), offset, key=characters)
+
+        def characters(count: int) -> int:
+            text, _ = codecs.utf_8_decode(self._bytes(self.tokens[:count]), "replace")
+            return len(text)  # without a character that is not complete
+
+        return sum(first(end) - first(begin) for begin, end in ranges)
 
     def text_of(self, token: int) -> str:
         """Return the text of a single token; an incomplete character becomes U+FFFD."""
