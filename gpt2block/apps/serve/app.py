@@ -44,7 +44,7 @@ from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inpu
 from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.message_events import MessageSent
-from gpt2block.apps.serve.messages import MESSAGE_FIELDS, CountRequest, MessagesRequest, model_infos
+from gpt2block.apps.serve.messages import MESSAGE_FIELDS, CountRequest, MessagesRequest, model_list
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
     MESSAGES,
@@ -587,14 +587,12 @@ class Server:
         names, n_ctx = self.names, self.model.config.n_ctx
         if (wanted := request.path_params.get("name")) not in (None, *names):
             raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
-        whole: JsonObject = {"object": "list"}
-        found = [{"id": name, "object": "model", "created": self._begun, "owned_by": "gpt2block",
-                  "max_model_len": n_ctx} for name in names]  # fmt: skip
+        facts = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
+        facts |= {"max_model_len": n_ctx}
+        found: JsonObject = {"object": "list", "data": [{"id": name, **facts} for name in names]}
         if not request.state.openai:
-            found = model_infos(names, self._begun, n_ctx)
-            whole = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        whole["data"] = found
-        return JSONResponse(whole if wanted is None else found[names.index(wanted)])
+            found = model_list(names, self._begun, n_ctx)
+        return JSONResponse(found if wanted is None else found["data"][names.index(wanted)])
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": doctor.version()})

@@ -217,12 +217,12 @@ class MessagesRequest(CountRequest, SamplingFields):
     receipt: bool | None = False
 
 
-def model_infos(names: Sequence[str], created: int, n_ctx: int) -> list[JsonObject]:
-    """Return the objects of /v1/models. created: seconds since 1970."""
+def model_list(names: Sequence[str], created: int, n_ctx: int) -> JsonObject:
+    """Return the object of /v1/models. created: seconds since 1970."""
     at = datetime.fromtimestamp(created, timezone.utc).isoformat()
-    facts = {"type": "model", "created_at": at, "lifecycle": "active"}
-    facts |= dict.fromkeys(("max_input_tokens", "max_tokens"), n_ctx)
-    return [{"id": name, "display_name": name, **facts} for name in names]
+    facts = {"type": "model", "created_at": at, "lifecycle": "active", "max_input_tokens": n_ctx}
+    data = [{"id": name, "display_name": name, **facts} for name in names]
+    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def _text(content: str | list[TextBlock]) -> str:

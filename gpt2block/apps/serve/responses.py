@@ -45,7 +45,6 @@ SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "pa
 TEXTS = "input_text", "output_text"  # types of parts of messages
 # Fields of an item of reasoning and types of their parts; the first field that is not empty is read
 REASONING = ("content", "reasoning_text"), ("summary", "summary_text")
-THOUGHT = "reasoning_content"  # field of a message
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -99,12 +98,10 @@ def chat_body(request: ResponsesRequest, thinks: bool) -> JsonObject:
     """
     if request.top_logprobs and not request.logprobs:
         raise invalid(f'top_logprobs: expected "{LOGPROBS}" in include with it')
-    system = {"role": "system", "content": request.instructions}
-    before = [] if request.instructions is None else [system]
     tools = [_chat_tool(tool, index) for index, tool in enumerate(request.tools or ())]
     body = {
         **{name: getattr(request, name) for name in SAME},
-        "messages": messages_of(request.input, before, thinks),
+        "messages": messages_of(request.input, request.instructions, thinks),
         "max_completion_tokens": request.max_output_tokens,
         "stream_options": {"include_usage": True} if request.stream else None,
         "logprobs": request.logprobs or None,
@@ -135,8 +132,8 @@ def named_as_given(fields: Collection[str], given: Mapping[str, str] = FIELDS) -
         raise ApiError(refusal.status, message, param, refusal.code) from error
 
 
-def messages_of(items: str | list[Any], before: list[JsonObject], thinks: bool) -> list[JsonObject]:
-    """Return the messages of a chat: `before`, then the messages for the field `input`.
+def messages_of(items: str | list[Any], first: str | None, thinks: bool) -> list[JsonObject]:
+    """Return the messages of a chat: a system message `first`, then messages for the field `input`.
 
     Function calls become tool calls of the assistant's message before them; consecutive calls
     become tool calls of one message. The text of items of reasoning becomes `reasoning_content` of
@@ -144,18 +141,19 @@ def messages_of(items: str | list[Any], before: list[JsonObject], thinks: bool) 
     `thinks`, whether messages may have this field, is false.
     """
     if isinstance(items, str):
-        return [*before, {"role": "user", "content": items}]
-    messages, thought = [*before], ""
+        items = [{"role": "user", "content": items}]
+    messages: list[JsonObject] = [] if first is None else [{"role": "system", "content": first}]
+    thought = ""
     for index, item in enumerate(items):
         message, latest = _message_of(item, f"input.{index}"), messages[-1] if messages else {}
         if "tool_calls" in message and latest.get("role") == "assistant":
             calls = [*latest.get("tool_calls", ()), *message["tool_calls"]]
             message = {**messages.pop(), "tool_calls": calls}
         if "content" not in message:
-            thought += message[THOUGHT]
+            thought += message["reasoning_content"]
             continue
         if thought and thinks and message["role"] == "assistant":
-            message[THOUGHT] = message.get(THOUGHT, "") + thought
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
         messages.append(message)
         thought = ""
     if not messages:
@@ -188,12 +186,10 @@ def _message_of(item: object, place: str) -> JsonObject:
         raise invalid(f"{place}: expected {expected}, got {shown(kind)}")
     _values_of(fields, place, others=("id", "status", "encrypted_content", *dict(REASONING)))
     found = [_content(fields.get(name, ""), f"{place}.{name}", type) for name, type in REASONING]
-    parts = found[0] or found[1]
-    text = "".join(part if isinstance(part, str) else part["text"] for part in parts)
+    text = "".join(each if isinstance(each, str) else each["text"] for each in found[0] or found[1])
     if not text and "encrypted_content" in fields:
-        problem = f"{place}.encrypted_content: this server cannot decrypt it: leave out the item"
-        raise invalid(problem, "invalid_encrypted_content")
-    return {THOUGHT: text}
+        raise invalid(f"{place}: this server cannot decrypt this item", "invalid_encrypted_content")
+    return {"reasoning_content": text}
 
 
 def _content(content: object, place: str, *kinds: str) -> str | list[JsonObject]:

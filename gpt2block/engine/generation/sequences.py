@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -294,15 +295,10 @@ class TokenSequence:
 
     def tokens_within(self, ranges: Sequence[tuple[int, int]]) -> int:
         """Return the number of tokens that begin in ranges (begin, end) of characters."""
-
-        def first(offset: int) -> int:
-            return bisect_left(range(len(self.tokens)), offset, key=characters)
-
-        def characters(count: int) -> int:
-            text, _ = codecs.utf_8_decode(self._bytes(self.tokens[:count]), "replace")
-            return len(text)  # without a character that is not complete
-
-        return sum(first(end) - first(begin) for begin, end in ranges)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        sizes = (len(decoder.decode(self._bytes([token]))) for token in self.tokens)
+        places = [*accumulate(sizes, initial=0)]
+        return sum(bisect_left(places, end) - bisect_left(places, begin) for begin, end in ranges)
 
     def text_of(self, token: int) -> str:
         """Return the text of a single token; an incomplete character becomes U+FFFD."""
