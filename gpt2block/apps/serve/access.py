@@ -30,7 +30,7 @@ HEADERS = {
 }
 
 
-def error_response(error: ApiError, openai: bool = True, **headers: str) -> JSONResponse:
+def error_response(error: ApiError, openai: bool = True, /, **headers: str) -> JSONResponse:
     """Return the HTTP response for an error. openai: as for `ApiError.body`."""
     headers = {**HEADERS.get(error.status, {}), **headers}
     return JSONResponse(error.body(openai), error.status, headers)
