@@ -142,6 +142,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "start": ({"init_lora_weights": "pissa"}, "init_lora_weights: expected 'eva', got 'pissa'"),
     "rank": ({"r": 4}, "r: 4 for .*, whose A has 3 rows"),
     "alpha": ({"lora_alpha": None}, "lora_alpha: expected a number, got None"),
+    "slow": ({"rank_pattern": {"(.|.)*!": 3}}, r"rank_pattern: expected short .*, got '\(.*!'"),
     "infinite": ({"lora_alpha": float("inf")}, "lora_alpha: expected a number, got inf"),
 }
 

@@ -168,9 +168,9 @@ class ApiError(Exception):
         """Pickle all arguments, for another process."""
         return type(self), (self.status, self.message, self.param, self.code)
 
-    def body(self, path: str = "") -> JsonObject:
-        """Return the body of the response to `path`: in Anthropic's format at MESSAGES."""
-        if path.startswith(MESSAGES):
+    def body(self, openai: bool = True) -> JsonObject:
+        """Return the body of the response. openai: whether in OpenAI's format or Anthropic's."""
+        if not openai:
             kind = MESSAGE_ERRORS.get(self.status, "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
