@@ -77,7 +77,7 @@ def texts(model: Model[Any], adapters: Sequence[str | None], together: bool) -> 
 
 ATTENTION = "(q|k|v|o)_proj"
 ON_CPU = [
-    ("shuffled", ("gpt2", "bfloat16", ALL)), ("hopper", ("qwen3", "float16", ATTENTION)),
+    ("shuffled", ("gpt2", "bfloat16", ALL)), slow("hopper", ("qwen3", "float16", ATTENTION)),
     *(slow("forward", (name, dtype, ALL)) for name, dtype in (
         ("llama", "float32"), ("qwen3", "bfloat16"), ("gpt2", "float8_e4m3fn"), ("gpt2", "float32"),
     )),
