@@ -28,6 +28,7 @@ from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.granite import GraniteConfig
 from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
 from gpt2block.models.architectures.lfm2 import Lfm2Config
+from gpt2block.models.architectures.lfm2_moe import Lfm2MoeConfig
 from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.nanochat import NanoChatConfig
@@ -119,6 +120,10 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "qwen3_5": (Qwen35Config, {"delta_layers": (True, False), "rotary": 16, **DELTA_HEADS}),
     "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "n_ff_expert": 32, "expert_layers": (False, True)}),
     "olmoe": (OlmoeConfig, EXPERTS),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        {**EXPERTS, "n_ff_expert": 32, "n_dense": 1, "conv_layers": (False, True)},
+    ),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }
@@ -129,6 +134,10 @@ MIXTURES: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
         {**MIXED, "n_ff_expert": 64, "expert_layers": (True, False), "norm_topk_prob": False},
     ),
     "olmoe": (OlmoeConfig, {**MIXED, "norm_topk_prob": True}),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        {**MIXED, "n_ff_expert": 64, "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    ),
 }
 WINDOW = 70  # window of a wide model, if the architecture has windows
 WIDE: dict[str, Any] = {

@@ -47,7 +47,7 @@ LLAMAS = ("llama-plain", "llama-grouped", "llama-scaled", "llama-tied", "llama-s
 NAMES = (
     "tiny", *LLAMAS, "qwen2", "qwen3", "mistral", "ministral3", "granite", "granitemoehybrid",
     "smollm3", "phi3", "lfm2", "olmo2", "olmo3", "nanochat", "gemma3", "gemma4", "qwen3_5",
-    "qwen3_moe", "olmoe",
+    "qwen3_moe", "olmoe", "lfm2_moe",
 )  # fmt: skip
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 Array = NDArray[Any]
@@ -149,6 +149,7 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
         ("llama-grouped", "float8_e4m3fn", 2.0**-8),
         ("qwen3_moe", "float32", 0),
         ("olmoe", "float8_e4m3fn", 2.0**-8),
+        ("lfm2_moe", "bfloat16", 2.0**-8),
     ],
 )
 def test_every_step_errs_by_rounding(name: str, dtype: str, kv_unit: float, cached: bool) -> None:
@@ -181,7 +182,7 @@ def test_saved_and_loaded_again(name: str, dtype: str | None, tmp_path: Path) ->
     if name == "tiny":
         return
     written = load_file(tmp_path / "again" / "model.safetensors")
-    out = "out_proj" if name == "lfm2" else "o_proj"
+    out = "out_proj" if name.startswith("lfm2") else "o_proj"
     assert {"model.embed_tokens.weight", f"model.layers.1.self_attn.{out}.weight"} <= set(written)
 
 

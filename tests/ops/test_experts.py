@@ -32,7 +32,9 @@ ROUTED = [(1, 128, 4, 1), (3, 100, 2, 2), (8, 260, 40, 8), (17, 64, 128, 6), slo
 
 
 @one_order
-@pytest.mark.parametrize("options", [{}, {"sigmoid": True, "normed": True, "factor": 2.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sigmoid": True, "normed": True, "factor": 2.5, "eps": 0.1}]
+)
 @pytest.mark.parametrize(("M", "C", "E", "n_used"), ROUTED)
 def test_route(M: int, C: int, E: int, n_used: int, options: Any, device: Any) -> None:
     """A row has the same bits alone; of equal scores, the lower number is first."""
