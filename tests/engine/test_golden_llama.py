@@ -149,7 +149,6 @@ def test_ragged_batches_sampling_streams_scores_and_embeddings() -> None:
         ("llama-grouped", "float8_e4m3fn", 2.0**-8),
         ("qwen3_moe", "float32", 0),
         ("olmoe", "float8_e4m3fn", 2.0**-8),
-        ("lfm2_moe", "bfloat16", 2.0**-8),
     ],
 )
 def test_every_step_errs_by_rounding(name: str, dtype: str, kv_unit: float, cached: bool) -> None:

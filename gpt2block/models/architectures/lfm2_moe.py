@@ -1,8 +1,8 @@
 """LFM2's mixtures of experts: LFM2's block, whose feed-forward adds a few of many experts.
 
 The first layers have LFM2's feed-forward. In the others, the score of an expert is the sigmoid of
-its logit; a bias is added to the scores for the choice alone, and a weight is a score divided by
-the sum of the chosen scores and `EPS`. Source: Lfm2Moe in `transformers`.
+its logit. The choice adds a bias to the scores. The weight of a chosen expert is its score without
+the bias, divided by the sum of the chosen scores plus 1e-6. Source: Lfm2Moe in `transformers`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from gpt2block.checks import check_count, check_integer, check_number, set_field
 from gpt2block.models.architectures import lfm2, qwen3_moe
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.architectures.lfm2 import Lfm2Config
+from gpt2block.models.architectures.qwen3_moe import Qwen3MoeConfig
 from gpt2block.models.config import ALL_LIMITS, Experts, ModelConfig, Shapes
 from gpt2block.models.config.mixture import MixtureConfig
-
-EPS = 1e-6
-SIGMOID = 2  # in GGUF files, of the key expert_gating_func
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,7 @@ class Lfm2MoeConfig(MixtureConfig, Lfm2Config):
 
     NAME: ClassVar[str] = "Lfm2Moe"
     MODEL_TYPE: ClassVar[str] = "lfm2_moe"
-    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **MixtureConfig.SIZES, "n_ff_expert": ("moe_intermediate_size",)
-    }  # fmt: skip
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = Qwen3MoeConfig.SIZES
     FLAGS: ClassVar[tuple[str, ...]] = (*Lfm2Config.FLAGS, "norm_topk_prob", "use_expert_bias")
     OTHERS: ClassVar[Mapping[str, str]] = {
         **Lfm2Config.OTHERS, "n_dense": "num_dense_layers",
@@ -43,10 +39,9 @@ class Lfm2MoeConfig(MixtureConfig, Lfm2Config):
     }  # fmt: skip
     ABSENT: ClassVar[Mapping[str, object]] = {**Lfm2Config.ABSENT, "n_dense": 2}
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
-        **Lfm2Config.GGUF_KEYS, **MixtureConfig.GGUF_KEYS,
-        "expert_feed_forward_length": "n_ff_expert", "leading_dense_block_count": "n_dense",
+        **Lfm2Config.GGUF_KEYS, **Qwen3MoeConfig.GGUF_KEYS, "leading_dense_block_count": "n_dense"
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {"expert_gating_func": SIGMOID}
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {"expert_gating_func": 2}  # the sigmoid
 
     n_expert: int = 32
     n_expert_used: int = 4
@@ -74,7 +69,7 @@ class Lfm2MoeConfig(MixtureConfig, Lfm2Config):
     def experts(self) -> Experts | None:
         """The mixtures of experts of the layers; None if there are none."""
         of, how = super().experts, {"sigmoid": True, "factor": self.routed_scaling_factor}
-        return None if of is None else of._replace(**how, eps=EPS)
+        return None if of is None else of._replace(**how, eps=1e-6)
 
     def _shapes(self, experts: bool) -> Shapes:
         bias = {"b_router": (self.n_expert,)} if experts and self.use_expert_bias else {}
