@@ -45,9 +45,8 @@ def split_experts(
 
 def _parts(file: Path, config: Any, tensor: Stored, block: str, kind: str) -> dict[str, Stored]:
     C, E, H = config.n_embd, config.n_expert, config.n_ff_expert
-    shape, halves = (E, C, H), EXPERTS[2:]
-    if kind == "gate_up_proj":
-        shape, halves = (E, 2 * H, C), EXPERTS[:2]
+    gated = kind == "gate_up_proj"
+    shape, halves = ((E, 2 * H, C), EXPERTS[:2]) if gated else ((E, C, H), EXPERTS[2:])
     if tensor.shape != shape or tensor.dtype not in DTYPES:
         raise CheckpointError(
             f"{file}: {tensor.label}: expected shape {shape} of {', '.join(DTYPES)}, got "

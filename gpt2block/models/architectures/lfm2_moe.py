@@ -68,8 +68,8 @@ class Lfm2MoeConfig(MixtureConfig, Lfm2Config):
     @property
     def experts(self) -> Experts | None:
         """The mixtures of experts of the layers; None if there are none."""
-        of, how = super().experts, {"sigmoid": True, "factor": self.routed_scaling_factor}
-        return None if of is None else of._replace(**how, eps=1e-6)
+        of, factor = super().experts, self.routed_scaling_factor
+        return None if of is None else of._replace(sigmoid=True, factor=factor, eps=1e-6)
 
     def _shapes(self, experts: bool) -> Shapes:
         bias = {"b_router": (self.n_expert,)} if experts and self.use_expert_bias else {}
