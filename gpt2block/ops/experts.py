@@ -119,7 +119,7 @@ def _route(c: Call) -> Launch:
     shared = 4 * rows * (FOUR * WARP * vectors + 2 * c.E + MAX_USED)
     grid = (cluster, ceil(c.M / rows))
     geometry = Geometry("route", grid, (WARP * ROUTE_WARPS,), shared, defines)
-    sizes = (c.M, c.C, c.E, c.n_used, int(c.normed), float(c.factor))
+    sizes = (c.M, c.C, c.E, c.n_used, int(c.normed), float(c.factor), float(c.eps))
     return launch_at(ROUTE, geometry, (c.x, c.router, c.bias, c.output("routes"), *sizes))
 
 
@@ -245,7 +245,7 @@ STEPS = (
     Operation(
         name="route",
         variants=(_route,),
-        options={"n_used": REQUIRED, "sigmoid": False, "normed": False, "factor": 1.0},
+        options={"n_used": REQUIRED, "sigmoid": False, "normed": False, "factor": 1.0, "eps": 0.0},
         prepare=_prepare_route,
     ),
     Operation(

@@ -29,10 +29,11 @@ def run(device: Any, name: str, *inputs: Any, **options: Any) -> Any:
 
 # (M, C, E, n_used): one row and many, experts that lanes, warps and blocks divide unequally
 ROUTED = [(1, 128, 4, 1), (3, 100, 2, 2), (8, 260, 40, 8), (17, 64, 128, 6), slow(70, 2052, 96, 3)]
+SIGMOIDS = {"sigmoid": True, "normed": True, "factor": 2.5, "eps": 0.1}
 
 
 @one_order
-@pytest.mark.parametrize("options", [{}, {"sigmoid": True, "normed": True, "factor": 2.5}])
+@pytest.mark.parametrize("options", [{}, SIGMOIDS])
 @pytest.mark.parametrize(("M", "C", "E", "n_used"), ROUTED)
 def test_route(M: int, C: int, E: int, n_used: int, options: Any, device: Any) -> None:
     """A row has the same bits alone; of equal scores, the lower number is first."""

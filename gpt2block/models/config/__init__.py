@@ -136,7 +136,7 @@ class Experts(NamedTuple):
     """The sizes of mixtures of experts, and how a router chooses experts for each row.
 
     layers: whether each layer's feed-forward is a mixture. n_expert: experts of a layer. n_used:
-    experts that each row uses. sigmoid, normed, factor: as in `reference.route`.
+    experts that each row uses. sigmoid, normed, factor, eps: as in `reference.route`.
     """
 
     layers: tuple[bool, ...]
@@ -145,6 +145,7 @@ class Experts(NamedTuple):
     sigmoid: bool = False
     normed: bool = False
     factor: float = 1.0
+    eps: float = 0.0
 
 
 class DeltaNets(NamedTuple):

@@ -75,7 +75,8 @@ class MixtureConfig(LlamaConfig):
 
     def shapes_of(self, layer: int) -> Shapes:
         """Return {name: shape} of the tensors of a layer with experts, or without."""
-        return self._shapes(self.expert_layers[layer])
+        own = self._shapes(self.expert_layers[layer])
+        return {name: shape for name, shape in super().shapes_of(layer).items() if name in own}
 
     def _shapes(self, experts: bool) -> Shapes:
         shapes, C, E, H = super().block_shapes(), self.n_embd, self.n_expert, self.n_ff_expert
