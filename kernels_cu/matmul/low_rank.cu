@@ -251,7 +251,7 @@ __device__ __forceinline__ void add_terms(
                             }
                         }
                     }
-                    float sum = own_sum(sums);  // of rank j + lane / 16 and of row lane / 2 % 8
+                    float sum = own_sum(sums);  // the sum of rank j + lane / 16, row lane / 2 % 8
                     if (lane % 2) continue;
                     float* const h = &shared.parts[turn][part][j + lane / 16][lane / 2 % ROWS];
                     sum = at > from ? *h + sum : sum;
@@ -304,6 +304,6 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREA
 // Launched by operation (variant): add_low_rank (terms)
 extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(THREADS, BLOCKS) add_low_rank_mixed(
     const T* x, const float* __restrict__ a, const float* __restrict__ b, const int* __restrict__ spans, const int* row,
-    const int* adapter, float* y, float* up, int M, int N, int K, int B, int L) {  // as for add_low_rank
+    const int* adapter, float* y, float* up, int M, int N, int K, int B, int L) {  // shapes as in add_low_rank
     add_terms(x, a, b, spans, row, adapter, y, up, M, N, K, B, L);
 }
