@@ -20,7 +20,10 @@ COLUMNS = 1024  # columns of a tile of spans; the kernel calls COLUMNS TILE
 BLOCK_COLUMNS, THREADS, BLOCK_ROWS, ROWS = 128, 256, 64, 8
 MAX_CHUNK = 512  # most channels of x in shared memory
 WIDE_CHUNK = 256  # most channels next to which there are 32 rows of a in shared memory, else 16
-KERNELS = {True: "add_low_rank", False: "add_low_rank_mixed"}  # by whether x and y have one dtype
+KERNELS = {
+    True: "add_low_rank",
+    False: "add_low_rank_mixed",
+}  # keys: whether x and y have one dtype
 
 
 @variant("terms", FILE, *KERNELS.values(), dtypes=("float32", "float16", "bfloat16"))
