@@ -617,6 +617,7 @@ def route(
     sigmoid: bool = False,
     normed: bool = False,
     factor: float = 1.0,
+    eps: float = 0.0,
 ) -> Array:
     """Choose n_used of E experts for each row, and return their numbers and their weights.
 
@@ -624,9 +625,9 @@ def route(
     floats, then their weights. The scores of a row are softmax(x routerᵀ), or with `sigmoid` the
     sigmoid of each. The row chooses the highest scores plus bias, in descending order; of equal
     ones, the expert with the lower number is first. A weight is the expert's score, without bias;
-    with `normed`, the weights of a row are divided by their sum; finally they are multiplied by
-    `factor`. Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); for sigmoid and
-    bias, DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024).
+    with `normed`, the weights of a row are divided by their sum plus `eps`; finally they are
+    multiplied by `factor`. Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); for
+    sigmoid and bias, DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024).
     """
     check_integer("n_used", n_used, 1, len(router), f"1 to {len(router)}, the number of experts")
     logits = x @ router.T
@@ -639,7 +640,7 @@ def route(
     chosen = order[:, :n_used]
     weights = np.take_along_axis(scores, chosen, axis=-1)
     if normed:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + x.dtype.type(eps))
     return np.concatenate([chosen.astype(x.dtype), weights * x.dtype.type(factor)], axis=-1)
 
 

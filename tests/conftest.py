@@ -208,6 +208,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect tests that need a GPU or --slow, and tests of other parts.
 
     Files outside the folders come first: each takes long, which would leave other workers idle.
+    Last come folders whose files are all short, so that workers end together.
     """
     if not config.getoption("--slow") and not config.getoption("--gpu"):
         deselect(config, items, "slow")
@@ -217,7 +218,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.workeroutput["on_gpu"] = config.stash[ON_GPU]  # type: ignore[attr-defined]
     if config.getoption("--part"):
         items[:] = part_of(items, config.getoption("--part"))
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    places = {"tests": -1, "files": 1, "models": 1}
+    items.sort(key=lambda item: places.get(item.path.parent.name, 0))
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], mark: str) -> int:

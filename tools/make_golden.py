@@ -5,7 +5,7 @@
 
 Each folder is an ordinary checkpoint with random float16 weights. They are large enough that every
 part of a block affects the logits, and are read without rounding. "llama-shards", in several files,
-"qwen3_moe" and "olmoe" were written by `transformers`.
+"qwen3_moe", "olmoe" and "lfm2_moe" were written by `transformers`.
 
 `expected.safetensors`: ids (2, 23); stream (layers + 1, 2, 23, C), the residual stream before and
 after each block; hidden (2, 23, C), after the final norm; logits (2, 23, V). "tiny" has a tied
@@ -15,8 +15,8 @@ values were computed in float64 and rounded to float32 once. `transformers` conv
 angles, norms and softmax to float32 by name; these names are redefined as float64 meanwhile.
 
 The committed files were made with torch 2.13.0 (tiny), 2.15.0 (llama-*), 2.14.1 (mistral, gemma3,
-olmo3, ministral3, granitemoehybrid, lfm2, gemma4, qwen3_5, qwen3_moe, olmoe) and 2.11.0 (other
-files), and transformers 5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
+olmo3, ministral3, granitemoehybrid, lfm2, gemma4, qwen3_5, qwen3_moe, olmoe, lfm2_moe) and 2.11.0
+(other files), and transformers 5.23.0, 5.24.0 (files of torch 2.14.1) or 5.17.0 (other files).
 The package itself needs neither torch nor transformers.
 """
 
@@ -306,6 +306,18 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": None,
     },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "norm_eps": 1e-4,
+        "pad_token_id": None,
+    },
 }
 Arrays = dict[str, NDArray[Any]]
 
@@ -366,7 +378,7 @@ def make_model(folder: Path, settings: dict[str, Any]) -> None:
     with in_float64():
         exact = model()
         load(exact, weights)
-        last = exact.model.embedding_norm if kind == "lfm2" else exact.model.norm
+        last = exact.model.embedding_norm if kind.startswith("lfm2") else exact.model.norm
         expected = evaluated(exact, [*exact.model.layers, last], ids)
         expected["greedy"] = continued(exact, ids[:1, :PROMPT])
     if settings["tie_word_embeddings"]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpt2block.checks import check_number, nearest
 from gpt2block.errors import Argument, InputError, shown
@@ -163,9 +164,10 @@ class SlotAdapters:
     def __init__(self, tensors: Mapping[str, Any], batch: int, library: Any) -> None:
         """library: module of the cache's arrays, NumPy or CuPy."""
         self.tensors = dict(tensors)
-        self._of_slot, self._asarray, self._copy = [-1] * batch, library.asarray, library.copyto
+        self._asarray, self._copy = library.asarray, library.copyto
+        self._of_slot = np.full(batch, -1, np.int32)
         if tensors:
-            self.tensors["adapter"] = library.asarray(np.full(batch, -1, np.int32))
+            self.tensors["adapter"] = library.asarray(self._of_slot.copy())
 
     def begin(self, slot: int, adapter: int) -> None:
         """Set the adapter's number of a new sequence in a slot, if the model has adapters."""
@@ -173,3 +175,7 @@ class SlotAdapters:
             number = self._asarray(np.array([adapter], np.int32))
             self._copy(self.tensors["adapter"][slot : slot + 1], number)
             self._of_slot[slot] = adapter
+
+    def used(self, slots: Sequence[int] | NDArray[np.int32]) -> bool:
+        """Whether the sequence of any of these slots has an adapter."""
+        return bool((self._of_slot[slots] >= 0).any())

@@ -362,12 +362,11 @@ def by_name(layers: Iterable[tuple[object, object]]) -> dict[str, Any]:
 
 
 def cache_tensors(cache: Any) -> dict[str, Any]:
-    """Return {tensor name: array} of a cache: K and V or states, RoPE's frequencies, adapters.
+    """Return {tensor name: array} of a cache: K and V or states, and RoPE's frequencies.
 
     cache.layers: the result of `layer_rows`, or an empty list without memory for keys and values.
     """
-    own = {**cache.frequencies.tensors, **cache.adapters.tensors}
-    return {**own, **by_name(cache.layers), **cache.states}
+    return {**cache.frequencies.tensors, **by_name(cache.layers), **cache.states}
 
 
 def new_states(config: ModelConfig, slots: int, library: Any, kept: bool = True) -> dict[str, Any]:

@@ -35,19 +35,23 @@ CLUSTER = 8  # most blocks that divide the experts of a row
 FEW_ROUTED, FEW_ROWS = 64, 4  # rows up to which blocks route FEW_ROWS rows
 MANY_ROWS, MANY_EACH = 8, 4  # rows per block, and experts per warp, for more rows
 SORTING, ADDING = 512, 256  # most threads of expert_tiles, threads of add_experts
-# Maximum columns of a block for up to FEW_ROUTED rows: several small blocks per multiprocessor wait
-# for memory at different times. For more rows, larger blocks read x less often.
-NARROW = 16
+# Limits for products with up to FEW_CHOICES choices per expert: several small blocks per
+# multiprocessor wait for memory at different times. With more choices, they would read x too often.
+FEW_CHOICES = 8
+NARROW, FLIGHT = 16, 2  # columns per block; units of K in flight per lane
+MOST_BLOCKS = 16  # blocks per multiprocessor, which loop over tiles
 
 
 class ExpertProduct(NamedTuple):
     """The facts by which the kernel for experts is planned.
 
-    M: rows of x. T, places: tiles, and choices per tile. N, K: sizes of an expert's matrix. dtype:
-    dtype of the weights. up: whether there are two matrices.
+    M: rows of x, the most choices of an expert. choices: mean number of choices per expert. T,
+    places: tiles, and choices per tile. N, K: sizes of an expert's matrix. dtype: dtype of the
+    weights. up: whether there are two matrices.
     """
 
     M: int
+    choices: float
     T: int
     places: int
     N: int
@@ -59,27 +63,32 @@ class ExpertProduct(NamedTuple):
 def plan(p: ExpertProduct) -> Geometry | Refusal:
     """Return the launch of the kernel for the products of all tiles, or the reason to refuse."""
     outputs, possible = p.N * (1 + p.up), mma.PAIRED_COLUMNS if p.up else mma.COLUMNS
-    columns = tuple(n for n in possible if n <= NARROW or p.M > FEW_ROUTED)
+    few, floats = p.choices <= FEW_CHOICES, p.dtype == "float32"
+    columns = tuple(n for n in possible if n <= NARROW or not few)
     instead = blocks.INSTEAD_OF_EXPERTS
     refused = mma.refusal(p.dtype, p.K, instead)
     if refused:
         return refused
-    card, rows = limits(mma.STATIC), min(p.M, p.places)  # a row chooses an expert at most once
+    card = limits(mma.STATIC)
+    most = (mma.FLOATS if floats else mma.NARROW).max_rows
+    rows = min(most, power_of_two(min(p.M, p.places)))
     cut = mma.layout(
         rows, outputs, p.K, p.dtype, card["sms"], columns, gpu().has_overlap, row_blocks=p.T
     )
-    geometry = mma.geometry(p.places, outputs, p.K, p.dtype, cut=cut, **card)
+    flight = min(cut.flight, FLIGHT if few and not floats else 1)  # floats need more registers
+    cut = cut._replace(rows=rows, flight=flight)
+    geometry = mma.geometry(rows, outputs, p.K, p.dtype, cut=cut, **card)
     if geometry is None:
         return Refusal(f"K {p.K:,}: a row does not fit in shared memory{instead}")
-    across, shares = geometry.grid
-    grid = across, *mma.two_axes(p.T * shares)
-    return geometry._replace(kernel="decode_mma_experts", grid=grid)
+    across = geometry.grid[0]
+    tiles = min(p.T, ceil(MOST_BLOCKS * card["sms"] / across))
+    return geometry._replace(kernel="decode_mma_experts", grid=(across, tiles))
 
 
 def _product(c: Call, M: int, chosen: int) -> Launch:
     """Return a launch of products with experts. chosen: number of choices of a row of x."""
-    w, up = c.w, c.up
-    p = ExpertProduct(M, c.T, c.R - 1, w.N // c.n_expert, c.K, w.dtype, up is not None)
+    w, up, E = c.w, c.up, c.n_expert
+    p = ExpertProduct(M, M * chosen / E, c.T, c.R - 1, w.N // E, c.K, w.dtype, up is not None)
     geometry = accept(plan(p))
     c.check_addresses("x")
     defines = (("DECODE_EXPERTS", chosen), *count_define(c.rounded))
@@ -110,7 +119,7 @@ def _route(c: Call) -> Launch:
     shared = 4 * rows * (FOUR * WARP * vectors + 2 * c.E + MAX_USED)
     grid = (cluster, ceil(c.M / rows))
     geometry = Geometry("route", grid, (WARP * ROUTE_WARPS,), shared, defines)
-    sizes = (c.M, c.C, c.E, c.n_used, int(c.normed), float(c.factor))
+    sizes = (c.M, c.C, c.E, c.n_used, int(c.normed), float(c.factor), float(c.eps))
     return launch_at(ROUTE, geometry, (c.x, c.router, c.bias, c.output("routes"), *sizes))
 
 
@@ -242,7 +251,7 @@ STEPS = (
     Operation(
         name="route",
         variants=(_route,),
-        options={"n_used": REQUIRED, "sigmoid": False, "normed": False, "factor": 1.0},
+        options={"n_used": REQUIRED, "sigmoid": False, "normed": False, "factor": 1.0, "eps": 0.0},
         prepare=_prepare_route,
     ),
     Operation(

@@ -7,39 +7,49 @@ from __future__ import annotations
 
 from math import ceil, gcd
 
-from gpt2block.cuda.kernels import Geometry, Launch, launch_at
+from gpt2block.cuda.cards import gpu
+from gpt2block.cuda.kernels import PORTABLE, Geometry, Launch, launch_at
 from gpt2block.errors import InputError
 from gpt2block.ops.call import Call, UncheckedCall, storage
 from gpt2block.ops.operands import check_operand, stored_defines
 from gpt2block.ops.operation import Operation, variant
 
 FILE = "matmul/low_rank.cu"
-# Constants of the kernel, which calls COLUMNS TILE
-COLUMNS, THREADS, BLOCK_ROWS, ROWS, RANKS, CHUNK = 256, 256, 64, 8, 2, 1024
-KERNELS = {  # names by whether x and y are float32
-    (True, True): "add_low_rank",
-    (False, False): "add_low_rank_narrow",
-    (False, True): "add_low_rank_mixed",
-}
-MAX_SPAN = 768  # most rows of a span: ranks of up to 256 of Q, K and V
+COLUMNS = 1024  # columns of a tile of spans; the kernel calls COLUMNS TILE
+# Constants of the kernel, which calls BLOCK_COLUMNS COLUMNS
+BLOCK_COLUMNS, THREADS, BLOCK_ROWS, ROWS = 128, 256, 64, 8
+MAX_CHUNK = 512  # most channels of x in shared memory
+WIDE_CHUNK = 256  # most channels next to which there are 32 rows of a in shared memory, else 16
+KERNELS = {
+    True: "add_low_rank",
+    False: "add_low_rank_mixed",
+}  # keys: whether x and y have one dtype
 
 
 @variant("terms", FILE, *KERNELS.values(), dtypes=("float32", "float16", "bfloat16"))
 def _terms(c: Call) -> Launch:
     """Launch one of KERNELS. row and adapter are not read back to the host."""
-    c.check_addresses("x", "a", loaded=gcd(4, c.K))
-    span = RANKS * ceil(min(c.R, MAX_SPAN) / RANKS)
+    width, b_width = gcd(4, c.K), gcd(4, c.N)
+    c.check_addresses("x", "a", loaded=width)
+    c.check_addresses("b", loaded=b_width)
+    parts = PORTABLE if gpu().has_clusters else 1
+    chunk = min(MAX_CHUNK, 32 * width * ceil(c.K / (32 * width * parts)))
+    ranks = 32 if chunk <= WIDE_CHUNK else 16
     defines = (
-        ("LOW_RANK_WIDTH", gcd(4, c.K)),
-        ("LOW_RANK_SPAN", span),
+        ("LOW_RANK_WIDTH", width),
+        ("LOW_RANK_B_WIDTH", b_width),
+        ("LOW_RANK_PARTS", parts),
+        ("LOW_RANK_CHUNK", chunk),
         ("LOW_RANK_UP", int(c.up is not None)),
         ("LOW_RANK_STORED", int(c.stored)),
         *stored_defines("LOW_RANK_TERMS", c.operand),
     )
-    grid = (c.S, c.L, ceil(c.M / BLOCK_ROWS))
-    args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.up, c.M, c.N, c.K, c.B)
-    shared = 4 * (ROWS * (CHUNK + span) + BLOCK_ROWS + 1)
-    geometry = Geometry(c.kernel, grid, (THREADS,), 16 * ceil(shared / 16), defines)
+    blocks = parts * ceil(c.P / (parts * BLOCK_COLUMNS))
+    grid = (blocks, min(c.L, c.M, BLOCK_ROWS), ceil(c.M / BLOCK_ROWS))
+    args = (c.x, c.a, c.b, c.spans, c.row, c.adapter, c.y, c.up, c.M, c.N, c.K, c.B, c.L)
+    floats = (ROWS + ranks) * chunk + ranks * (BLOCK_COLUMNS + (2 * parts + 1) * ROWS)
+    shared = 16 * ceil((floats + BLOCK_ROWS + 2) / 4)
+    geometry = Geometry(c.kernel, grid, (THREADS,), shared, defines)
     return launch_at(FILE, geometry, args, c.x_storage)
 
 
@@ -56,9 +66,8 @@ def _prepare(unchecked: UncheckedCall) -> Call:
     tiles = ceil(columns / COLUMNS)
     if (columns, tiles) != (c.P, c.S):
         raise InputError(f"b: expected {columns} columns in {tiles} tiles, got {c.P} in {c.S}")
-    narrow = c.x_storage if c.storage != "float32" else "float32"
-    c.kernel = KERNELS.get((c.x_storage == "float32", c.storage == "float32"))
-    if c.kernel is None or c.storage != narrow:
+    c.kernel = KERNELS[c.x_storage == c.storage]
+    if c.storage not in ("float32", c.x_storage):
         raise InputError(f"y: expected float32, or the dtype of x, {c.x_storage}, got {c.storage}")
     return c
 

@@ -3,7 +3,7 @@
 //   logits = x router^T  (M, E) for x (M, C), router (E, C)
 //   scores = softmax(logits), or with ROUTE_SIGMOID 1 / (1 + exp(-logits))
 //   routes (M, 2 n_used): the numbers of the n_used experts with the highest scores + bias, the highest first, as
-//   floats; then their weights: score [/ sum of the scores of the row's chosen experts] * factor
+//   floats; then their weights: score [/ (sum of the scores of the row's chosen experts + eps)] * factor
 //
 //   route: a warp computes the logits of ROUTE_EACH experts for ROUTE_ROWS rows; the blocks of a cluster divide the
 //       experts. Then each block chooses the experts of some of the rows
@@ -62,7 +62,7 @@ extern "C" __global__ void __cluster_dims__(ROUTE_CLUSTER, 1, 1) __launch_bounds
     const float* __restrict__ router,  // (E, C)
     const float* __restrict__ bias,    // (E) or null
     float* routes,                     // (M, 2 n_used)
-    int M, int C, int E, int n_used, int normed, float factor) {
+    int M, int C, int E, int n_used, int normed, float factor, float eps) {
     extern __shared__ float4 memory[];
     Four* const values = reinterpret_cast<Four*>(memory);  // x
     float* const scores = reinterpret_cast<float*>(values + ROWS * CHUNK / 4);
@@ -158,7 +158,7 @@ extern "C" __global__ void __cluster_dims__(ROUTE_CLUSTER, 1, 1) __launch_bounds
     for (int r = rank + CLUSTER * warp; r < rows; r += CLUSTER * WARPS) {
         const bool there = lane < n_used;
         const int e = there ? chosen[r * MAX_USED + lane] : 0;
-        const float score = there ? scores[r * E + e] : 0.0f, sum = normed ? lanes_sum<32>(score) : 1.0f;
+        const float score = there ? scores[r * E + e] : 0.0f, sum = normed ? lanes_sum<32>(score) + eps : 1.0f;
         float* const to = routes + (long long)(first + r) * 2 * n_used;
         if (there) to[lane] = (float)e, to[n_used + lane] = score / sum * factor;
     }

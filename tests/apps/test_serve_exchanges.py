@@ -165,7 +165,7 @@ def check(running: Running, exchange: Exchange) -> None:
         match(error["message"], message)
         server = "server_error" if status >= 500 else "invalid_request_error"
         wanted = {"type": server, "param": param or None, "code": code or None}
-        if exchange.path.startswith(MESSAGES):
+        if exchange.path.startswith(MESSAGES) or place.endswith("_error"):
             wanted = {"type": place}
             assert found == {"type": "error", "error": error}
         assert error == {"message": error["message"], **wanted}

@@ -122,6 +122,18 @@ def test_a_round_with_tools(server: Running) -> None:
         assert (found.content[0].text, found.stop_reason) == ("It is 20 degrees.", "end_turn")
 
 
+def test_models_of_the_client(server: Running) -> None:
+    with client_of(server) as client:
+        (model,) = client.models.list(limit=1)
+        assert (model.id, model.type, model.lifecycle) == ("small", "model", "active")
+        assert model.created_at.timestamp() == server.server._begun
+        assert client.models.retrieve("small") == model
+        with pytest.raises(anthropic.NotFoundError, match="there is no 'x'") as lost:
+            client.models.retrieve("x")
+        assert lost.value.type == "not_found_error"
+        assert lost.value.request_id.startswith("req-")
+
+
 @pytest.mark.parametrize("exchange", CHATS, ids=lambda each: each.line)
 def test_the_chat_of_a_request(exchange: Exchange) -> None:
     base: dict[str, Any] = {"model": "small", "max_tokens": 9, "messages": [ASKED]}

@@ -119,8 +119,8 @@ def request_of(**fields: Any) -> responses.ResponsesRequest:
 
 @pytest.mark.parametrize("exchange", CHATS, ids=lambda each: each.line)
 def test_the_chat_of_a_request(exchange: Exchange) -> None:
-    expected = {**responses.chat_body(request_of()), **json.loads(exchange.answer)}
-    assert responses.chat_body(request_of(**exchange.given)) == expected
+    expected = {**responses.chat_body(request_of(), True), **json.loads(exchange.answer)}
+    assert responses.chat_body(request_of(**exchange.given), True) == expected
 
 
 def chunk_of(**delta: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from gpt2block.models.architectures.gemma4 import Gemma4Config
 from gpt2block.models.architectures.granite import GraniteConfig
 from gpt2block.models.architectures.granitemoehybrid import GraniteHybridConfig
 from gpt2block.models.architectures.lfm2 import Lfm2Config
+from gpt2block.models.architectures.lfm2_moe import Lfm2MoeConfig
 from gpt2block.models.architectures.ministral3 import Ministral3Config
 from gpt2block.models.architectures.mistral import MistralConfig
 from gpt2block.models.architectures.nanochat import NanoChatConfig
@@ -79,6 +80,10 @@ class Geglu(MistralConfig):
 
 
 EXPERTS = {"n_expert": 6, "n_expert_used": 3}
+LFM2_MOE: dict[str, Any] = {
+    "n_layer": 3, "conv_layers": (False, True, False), "n_dense": 1, "n_ff_expert": 32,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 # Numbers and sizes of the heads of gated delta nets
 DELTA_HEADS = {"n_k_head": 2, "n_v_head": 4, "k_size": 16, "v_size": 16}
 OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
@@ -119,6 +124,7 @@ OWN: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "qwen3_5": (Qwen35Config, {"delta_layers": (True, False), "rotary": 16, **DELTA_HEADS}),
     "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "n_ff_expert": 32, "expert_layers": (False, True)}),
     "olmoe": (OlmoeConfig, EXPERTS),
+    "lfm2_moe": (Lfm2MoeConfig, {**EXPERTS, **LFM2_MOE}),
     "yarn": (MistralConfig, {"scaling": YARN}),
     "yarn-qk-norm": (Qwen3Config, {"scaling": YARN}),
 }

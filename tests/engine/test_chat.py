@@ -243,7 +243,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_a_name_changes_only_its_own_ids(tmp_path: Path) -> None:
-    for number in range(160):
+    for number in range(80):
         with suppress(Refused):
             chat_names.case(generator(0, "chat_names", number), tmp_path)
 

@@ -160,7 +160,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_row_alone(
 def mixed(engine: Any, slots: int, **options: Any) -> list[Generation]:
     """Generate texts with all rules and without, at different steps of one batch."""
     rules: list[dict[str, Any]] = [{}, *RULES.values(), {}, {"schema": True}]
-    new = 10 if cuda.replaced() else 20
+    new = 6 if cuda.replaced() else 20
     runs = [
         Run(engine, ENCODING, [n + 1] * (1 + 3 * n), max_new_tokens=new + n, seed=n,
             temperature=0.9, **rule, **options)

@@ -134,7 +134,7 @@ def test_logits_of_draft_tokens(
     with running_on(where):
         model = made("cuda")
         prompt = np.random.default_rng(1).integers(53, size=9).tolist()
-        options: Any = {"max_new_tokens": 12, "temperature": 0, "stop_ids": (), "seed": 1}
+        options: Any = {"max_new_tokens": 9, "temperature": 0, "stop_ids": (), "seed": 1}
         alone = model.generate(prompt, **options)
         text = prompt + list(alone.tokens)
         monkeypatch.setattr(BlockDraft, "follow", followed)

@@ -319,7 +319,7 @@ def arriving(model: Model[Any], rng: np.random.Generator, count: int) -> None:
 def test_convolutions_continue(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of slots and pieces of prompts contain what convolutions read of earlier tokens."""
     kind, own = OWN["lfm2"]
-    config = kind(**{**SIZES, **own, "n_ctx": 120})
+    config = kind(**{**SIZES, **own, "n_ctx": 120, "n_ff": 64, "head_size": 32})
     options: dict[str, Any] = {"max_new_tokens": 3, "stop_ids": (), "seed": 1}
     with running_on(where):
         model: Model[Any] = Model.from_tensors(config, random_model(3, config), "cuda", "bfloat16")

@@ -159,7 +159,8 @@ def config_of(name: str, n_layer: int, **more: int) -> ModelConfig:
     kind, own = OWN.get(name, (LlamaConfig, {}))
     n_layer = max(n_layer, len(own.get("conv_layers", ())), own.get("n_layer", 0))
     layers = {key: value[:n_layer] for key, value in own.items() if isinstance(value, tuple)}
-    return kind(**{**SIZES, **SEVERAL, **own, **layers, **more, "n_layer": n_layer})
+    alike = {"head_size": 32, "n_ff": 128} if (name, n_layer) == ("llama", 1) else {}  # few kernels
+    return kind(**{**SIZES, **SEVERAL, **alike, **own, **layers, **more, "n_layer": n_layer})
 
 
 def prompts(count: int, vocab_size: int) -> list[NDArray[np.int32]]:
@@ -270,7 +271,7 @@ def test_steps_and_tensors_are_equal_to_one_gpu(
 def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
     config, found = config_of("llama", 1), list[Any]()
     with one_and_several(where, config, Formats("float16", "float16"), 2) as engines:
-        one, several = (start_all(e, prompts(2, 203), [Sampling()] * 2, 3) for e in engines)
+        one, several = (start_all(e, prompts(3, 203), [Sampling()] * 3, 3) for e in engines)
         timelines = engines[1].timed(lambda: found.append(several.next()))
         assert found[0].tokens.tolist() == one.next().tokens.tolist()
         assert several.next().tokens.tolist() == one.next().tokens.tolist()
@@ -289,8 +290,9 @@ def test_each_gpu_has_a_timeline_of_each_pass(where: str) -> None:
 @pytest.mark.parametrize("where", ["shuffled", pytest.param("gpu", marks=GPU.marks)])
 def test_a_draft_model_drafts_on_each_gpu(where: str) -> None:
     """The draft model is a copy of the model, so it drafts nearly all tokens."""
-    config, rows, steps = config_of("llama", 1), 2, 7
-    with one_and_several(where, config, Formats("float8_e4m3fn", None), 2) as (one, several):
+    config, rows, steps = config_of("llama", 1), 3, 5
+    dtype = "float8_e4m3fn" if where == "gpu" else "float16"
+    with one_and_several(where, config, Formats(dtype), 2) as (one, several):
         expected = sampled(one, rows, steps, 203)
         several.draft = one
         drafts: list[Any] = [part.draft for part in several.parts]

@@ -33,18 +33,19 @@ UP, DOWN = np.ones((12, 36), np.float16), np.ones((7, 36, 12), np.float16)
 
 def packed(tensors: Tensors) -> Tensors:
     """Return tensors as `transformers` 5 keeps them in memory."""
+    w = any(name.endswith(".w1.weight") for name in tensors)
+    parts = ("w1", "w3", "w2") if w else ("gate_proj", "up_proj", "down_proj")
     kept = {name: array for name, array in tensors.items() if ".experts." not in name}
     for h in {name.partition("experts.")[0] + "experts." for name in {*tensors} - {*kept}}:
         numbers = range(sum(name.startswith(h) for name in tensors) // 3)
         gate, up, down = (
-            np.stack([tensors[f"{h}{n}.{part}_proj.weight"] for n in numbers])
-            for part in ("gate", "up", "down")
+            np.stack([tensors[f"{h}{n}.{part}.weight"] for n in numbers]) for part in parts
         )
         kept |= {f"{h}gate_up_proj": np.concatenate([gate, up], 1), f"{h}down_proj": down}
     return kept
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "lfm2_moe"])
 def test_packed_experts_are_those_of_the_hub(name: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", name, packed)
     assert_same_tensors(Checkpoint.open(path), Checkpoint.open(GOLDEN / name))
@@ -101,9 +102,17 @@ def test_keys_of_other_mixtures(kind: Any, tmp_path: Path) -> None:
             Checkpoint.open(paths[1])
 
 
-def test_a_router_is_finite(tmp_path: Path) -> None:
-    path = folder(tmp_path / "model", "qwen3_moe", lambda of: of | {ROUTER: of[ROUTER] * np.nan})
-    with pytest.raises(InputError, match=r"h\.2\.router: 252 of 252 weights"):
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        ("qwen3_moe", "mlp.gate.weight", r"h\.2\.router: 252 of 252 weights"),
+        ("lfm2_moe", "feed_forward.expert_bias", r"h\.2\.b_router: 6 of 6 weights"),
+    ],
+)
+def test_a_router_is_finite(model: str, name: str, message: str, tmp_path: Path) -> None:
+    name = f"model.layers.2.{name}"
+    path = folder(tmp_path / "model", model, lambda of: of | {name: of[name] * np.nan})
+    with pytest.raises(InputError, match=message):
         gpt2block.from_pretrained(path, device="cpu")
 
 

@@ -64,7 +64,7 @@ def tiny(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name",
     ["tiny", "qwen2", "qwen3", "mistral", "granite", "granitemoehybrid", "olmo2", "olmo3",
-     "ministral3", "gemma4", "lfm2", "olmoe", *(f"llama-{name}" for name in LLAMAS)],
+     "ministral3", "gemma4", "lfm2", "olmoe", "lfm2_moe", *(f"llama-{name}" for name in LLAMAS)],
 )  # fmt: skip
 def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
     source = GOLDEN / name

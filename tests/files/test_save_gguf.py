@@ -59,6 +59,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # settings that are not defaults
                      "k_size": 16, "v_size": 8, "tiled": True},
     "qwen3_moe": {"n_expert": 6, "n_expert_used": 3, "n_ff_expert": 32},
     "olmoe": {"n_expert": 5, "n_expert_used": 2, "n_ff": 32},
+    "lfm2_moe": {"conv_layers": (False, True), "n_dense": 1, "n_expert": 6, "n_ff_expert": 32},
 }  # fmt: skip
 QUIET = "ignore:.*(has no tokenizer|matrices are F16)"
 
@@ -213,6 +214,9 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
         "qwen3_moe": {llm.EXPERT_COUNT: 6, llm.EXPERT_USED_COUNT: 3,
                       llm.EXPERT_FEED_FORWARD_LENGTH: 32},
         "olmoe": {llm.EXPERT_COUNT: 5, llm.EXPERT_USED_COUNT: 2},
+        "lfm2_moe": {attention.HEAD_COUNT_KV: (2, 0), gguf.Keys.ShortConv.L_CACHE: 3,
+                     llm.EXPERT_COUNT: 6, llm.EXPERT_USED_COUNT: 4, llm.EXPERT_GATING_FUNC: 2,
+                     llm.EXPERT_FEED_FORWARD_LENGTH: 32, llm.LEADING_DENSE_BLOCK_COUNT: 1},
         "ministral3": yarn | {attention.TEMPERATURE_SCALE: 0.25},
         "gemma4_text": {
             llm.FEED_FORWARD_LENGTH: (96, 96, 192, 192), attention.SLIDING_WINDOW: 5,
@@ -229,7 +233,8 @@ def test_keys_are_those_of_llama_cpp(kind: str) -> None:
     }  # fmt: skip
     named = {"mistral": "llama", "ministral3": "mistral3", "granitemoehybrid": "granite"}
     named |= {"olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
-    name = (named | {"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"}).get(kind, kind)
+    named |= {"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe"}
+    name = named.get(kind, kind)
     keys = {key.format(arch=name): each for key, each in (expected | others.get(kind, {})).items()}
     assert metadata_of(Random(c)) == {"general.architecture": name, **keys}
 

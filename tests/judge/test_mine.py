@@ -515,12 +515,7 @@ def test_what_does_not_compile_is_said_with_its_line(
 
 
 MISTAKES = [  # operation, code of its template, the mistake, the report
-    (
-        "matmul_bias",
-        "A[(long long)m * K + k]",
-        "A[k * M + m]",
-        "if two indexes of A, of shape (17, 40)",
-    ),
+    ("matmul_bias", "A[(long long)m * K + k]", "A[k * M + m]", "indexes of A, of shape (17, 40)"),
     ("trimat", "* T + i) * T + j]", "* T + j) * T + i]", "right if two indexes of out, of shape"),
     (
         "encoder",
@@ -539,12 +534,7 @@ MISTAKES = [  # operation, code of its template, the mistake, the report
     ("rope", "start + t", "t", "149 of 150 elements of out are wrong"),
     ("rope", "const double angle =", "const float angle =", "wrong for these (positions from 100"),
     ("sample_token", "top_p * sum", "top_p", "elements of token are wrong"),
-    (
-        "sample_token",
-        "token[row] = chosen;",
-        "",
-        "they are -1, the first is token[0]: never written",
-    ),
+    ("sample_token", "token[row] = chosen;", "", "-1, the first is token[0]: never written"),
     ("sample_token", "(chosen < 0", "(temperature == 0 || chosen < 0", "(equal largest logits)"),
     ("add", "i < n", "i < n && a < y", "the clock or the addresses of arrays"),
     ("add", "i < n", "i < n && (size_t)y % 256 == 0", "the clock or the addresses of arrays"),

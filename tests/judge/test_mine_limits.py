@@ -191,7 +191,7 @@ def test_a_file_that_the_compiler_cannot_finish_is_not_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     defaults: Any = nvrtc.compile.__kwdefaults__
-    monkeypatch.setitem(defaults, "limits", nvrtc.Limits(memory_bytes=2**29))
+    monkeypatch.setitem(defaults, "limits", nvrtc.Limits(memory_bytes=2**28))
     bomb = "#define A(x) x x x x x x x x\n#define B(x) A(A(A(A(A(x)))))\n"
     found = check_kernel("add", add(RIGHT + " B(B(B(y[0] += 0;)))", bomb), device="cpu")
     assert found.verdict == "not judged"

@@ -274,6 +274,14 @@ def lfm2(rng: random.Random) -> dict[str, Any]:
     return found | {"layer_types": layers}
 
 
+def lfm2_moe(rng: random.Random) -> dict[str, Any]:
+    """The first layers have no experts. `transformers` ignores LFM2's keys `block_…`."""
+    found = next(each for each in (lfm2(rng) for _ in range(99)) if "layer_types" in each)
+    found |= experts(rng) | {"moe_intermediate_size": rng.randint(1, 30)}
+    found |= {"num_dense_layers": rng.randint(0, 2), "use_expert_bias": rng.random() < 0.7}
+    return found | {"routed_scaling_factor": rng.choice((1.0, 1.0, 2.5))}
+
+
 def yarn(rng: random.Random) -> dict[str, Any]:
     """Draw another kind of model with YaRN; optional settings are absent, null, 0 or given."""
     make = rng.choice((llama, qwen2, qwen3, mistral, olmo2))
@@ -296,21 +304,22 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     for each in (
         llama, qwen2, qwen3, mistral, ministral3, granite, granitemoehybrid, smollm3, phi3,
         olmo2, olmo3, nanochat, gemma3_text, gemma4_text, lfm2, qwen3_5_text, qwen3_moe, olmoe,
-        yarn,
+        lfm2_moe, yarn,
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
 # Earlier versions write a second partial_rotary_factor, 0.25, next to another rope_parameters.
-VERSIONS = {"qwen3_5_text": "5.20", "qwen3_moe": "5.24", "olmoe": "5.24"}  # of `transformers`
+MIXTURES = "qwen3_moe", "olmoe", "lfm2_moe"
+VERSIONS = {"qwen3_5_text": "5.20", **dict.fromkeys(MIXTURES, "5.24")}  # of `transformers`
 EAGER = {"attn_implementation": "eager"}
 # The products of all experts in one call need weights whose rows are multiples of 16 bytes.
-OPTIONS = dict.fromkeys(("qwen3_moe", "olmoe"), EAGER | {"experts_implementation": "eager"})
+OPTIONS = dict.fromkeys(MIXTURES, EAGER | {"experts_implementation": "eager"})
 
 
 @pytest.mark.parametrize(
     ("kind", "device", "count", "limit"),
     [
-        (kind, "cpu", 60, 5e-6 if kind in ("qwen3_5_text", "qwen3_moe") else 2e-6)
+        (kind, "cpu", 60, 5e-6 if kind in ("qwen3_5_text", "qwen3_moe", "lfm2_moe") else 2e-6)
         for kind in KINDS
         if kind != "yarn"
     ]
@@ -413,6 +422,8 @@ def test_scores_and_files(kind: str, tmp_path: Path) -> None:
         no_gguf |= c.MODEL_TYPE == "ministral3" and c.window is not None
         no_gguf |= kind == "qwen3_moe" and not (c.norm_topk_prob and all(c.expert_layers))
         no_gguf |= kind == "olmoe" and c.norm_topk_prob
+        if kind == "lfm2_moe":
+            no_gguf = (c.norm_topk_prob, c.use_expert_bias, c.routed_scaling_factor) != (1, 1, 1)
         if no_gguf or layers != tuple((n + 1) % 4 > 0 for n in range(len(layers))):
             continue  # GGUF lacks nanochat, Mistral's window, and a key for layers without RoPE
         if getattr(c, "conv_bias", 0) or not getattr(getattr(c, "scaling", 0), "truncate", True):
@@ -468,7 +479,7 @@ def model_of(torch: Any, transformers: Any, kind: str, settings: dict[str, Any],
             if kind == "gemma4_text" and name.endswith("q_norm.weight"):
                 tensor.mul_(len(tensor) ** -0.5)  # scores have no other scale
         for name, tensor in model.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "expert_bias")):
                 tensor.uniform_(0.5, 1.5)
     return model.eval()
 

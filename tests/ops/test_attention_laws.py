@@ -50,7 +50,8 @@ def every_kernel(
 
     The emulator runs laws with the first heads of a family and a mask, without twins. By default it
     runs one kernel of each engine, the one whose `turn` it is, and all with --slow. Without a turn,
-    it runs all kernels, twins too. Kernels that refuse some of the laws always run.
+    it runs all kernels, twins too. Kernels that refuse some of the laws always run; a law's further
+    heads run with --slow.
     all_heads: use all heads of a family, the further ones with and without a mask alternately.
     orders: thread orders of the emulator for the first heads; other heads run in the last order.
     names: beginnings of names of kernels. wide: run the wide heads on a GPU, too.
@@ -71,8 +72,8 @@ def every_kernel(
                 places += ["gpu"]
             one = kernel.masks[-1 if first else n % len(kernel.masks)]
             own = takes_turns.get(engine(name), [kernel])
-            usual = turn is None or not kernel.scaled or kernel is own[turn % len(own)]
-            usual &= tier == "default"
+            usual = not kernel.scaled or turn is None or kernel is own[turn % len(own)]
+            usual &= tier == "default" and (first or turn is None)
             for where, causal in product(places, kernel.masks):
                 both = where == "gpu" or all_heads
                 if name.startswith(tuple(names)) and (both or causal == one):
@@ -105,7 +106,7 @@ def lengths_of(where: str, heads: Heads) -> list[int]:
         return [0, 70, 17]
     # Other heads, and a second order of threads, take the emulator long.
     few = where == IN_TESTS[-1] and heads[0] <= 3 and heads[0] * heads[2] <= 128
-    return [1, 70, 16, 0, 15, 17, 5, 33] if few else [37, 0, 70, 1, 17]
+    return [1, 70, 16, 0, 15, 17, 5, 33] if few else [0, 70 if heads[2] < 512 else 34, 1, 17]
 
 
 @every_kernel(all_heads=True, orders=IN_TESTS)

@@ -290,7 +290,7 @@ SEVERAL = "Q4_K", "Q6_K", "Q5_K"
         ("shuffled", ("Q4_K",), 3, 2),
         ("shuffled", (INT4,), 3, 2),
         ("hopper", (INT4,), 3, 2),
-        ("hopper", (INT4_128,), 3, 2),
+        slow("hopper", (INT4_128,), 3, 2),
         ("hopper", ("MXFP4",), 3, 2),
         slow("shuffled", SEVERAL[:2], 3, 1),
         slow("shuffled", SEVERAL, 3, None),

@@ -12,10 +12,11 @@ from gpt2block.checks import FLOATS
 from gpt2block.ops import registry
 from gpt2block.ops.low_rank import COLUMNS
 from gpt2block.ops.operands import Operand
-from tests.ops.test_every_operation import on_devices
+from tests.ops.test_every_operation import DEVICES
 from tests.plain import normal
 
-RANKS = 3, 8, 19, 1  # ranks of adapters; the first adapter has another rank for later columns
+every = pytest.mark.parametrize("device", [*DEVICES, "hopper"], indirect=True)
+RANKS = 3, 8, 35, 1  # ranks of adapters; the first adapter has another rank for later columns
 DTYPES = (
     ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"),
     ("float32", "bfloat16"),
@@ -33,9 +34,10 @@ def factors(K: int, N: int) -> list[np.ndarray]:
     return [a, b, spans]
 
 
-@on_devices
+@every
 @pytest.mark.parametrize(("dtypes", "K", "N"), [
-    *((each, 1032, 300) for each in DTYPES), (DTYPES[0], 39, 7), (DTYPES[1], 70, 129),
+    *((each, 1032, 1100) for each in DTYPES), (DTYPES[0], 39, 7), (DTYPES[1], 70, 129),
+    (DTYPES[0], 4136, 7),
 ])  # fmt: skip
 def test_rows_have_the_bits_that_they_have_alone(
     dtypes: tuple[str, str], K: int, N: int, device: Any
@@ -68,7 +70,7 @@ def test_rows_have_the_bits_that_they_have_alone(
         assert np.array_equal(added([m]), found[m : m + 1])
 
 
-@on_devices
+@every
 def test_further_columns(device: Any) -> None:
     """Two arrays y have the bits of their columns in one array."""
     a, b, spans = factors(70, 260)
@@ -85,7 +87,7 @@ def test_further_columns(device: Any) -> None:
     assert not np.array_equal(parts[0][0], y)
 
 
-@on_devices
+@every
 @pytest.mark.parametrize("operand", [
     Operand("bfloat16"), Operand("bfloat16", 16), Operand("float16", 8, rounded=True),
     Operand("float16", 2, rounded=True),
@@ -108,11 +110,11 @@ def test_terms_of_x(operand: Operand, device: Any) -> None:
 
 
 def test_wrong_tiles() -> None:
-    a, b, spans = factors(8, 300)
-    arrays = normal(0, 2, 300), normal(0, 2, 8), a, b, spans[:, :1].copy()
+    a, b, spans = factors(8, 1100)
+    arrays = normal(0, 2, 1100), normal(0, 2, 8), a, b, spans[:, :1].copy()
     numbers = np.zeros(2, "i4"), np.zeros(1, "i4")
-    with pytest.raises(InputError, match="b: expected 300 columns in 2 tiles, got 300 in 1"):
+    with pytest.raises(InputError, match="b: expected 1100 columns in 2 tiles, got 1100 in 1"):
         registry.bind("add_low_rank", (*arrays, *numbers))
-    given = normal(0, 2, 300).astype(np.float16), arrays[1], a, b, spans, *numbers
+    given = normal(0, 2, 1100).astype(np.float16), arrays[1], a, b, spans, *numbers
     with pytest.raises(InputError, match="y: expected float32, or the dtype of x, float32, "):
         registry.bind("add_low_rank", given)

@@ -6,9 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
-import warnings
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +31,13 @@ from fuzzing import (
 from fuzzing import gpt2 as plain
 from fuzzing.configs import Rules, check_logits, rules
 from fuzzing.values import NUMBERS, TEXTS, damage, odd_text, odd_value, replace, spoil_json
-from gpt2block import GPT2, LlamaConfig, RopeScaling
+from gpt2block import GPT2, LlamaConfig, RopeScaling, from_pretrained
 from gpt2block.errors import CheckpointError
 from gpt2block.files.checkpoints import Checkpoint, save_pretrained
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
+from tests.adapters import save_adapter, save_base
+from tests.four_bit import LAYOUTS, write
 
 PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
     **{f"{kind}-{dtype}.bin": dtype for kind in ("zip", "legacy")
@@ -47,21 +47,20 @@ PICKLED = {  # files that PyTorch wrote, and the dtype of their tensors
 }  # fmt: skip
 PICKLES = Path(__file__).parents[2] / "tests" / "data" / "pytorch"
 _ENTRIES: tuple[Any, ...] = (  # values of an entry in the header of safetensors
-    "F32", "F16", "BF16", "F64", "I8", "F8_E4M3", [], [0], [-1, -1], [2**62, 4], [1.5], [True],
-    [[1]], [0, 4], [-4, 0], [0, 2**63], [0, 1.5],
+    "F32", "F16", "BF16", "F64", "I8", "I32", "F8_E4M3", [], [0], [-1, -1], [2**62, 4], [1.5],
+    [True], [[1]], [0, 4], [-4, 0], [0, 2**63], [0, 1.5],
 )  # fmt: skip
 _NAMES = (
     "h.99.ln_1.weight", "ln_f.weight", "transformer.wte.weight", "lm_head.weight", "h.0.attn.bias",
     "\x1b]0;x\x07", "y" * 10**5,
 )  # fmt: skip
+_SMALL = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=128, n_ff=128, n_ctx=8, vocab_size=9)
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 
 
 def case(rng: Rng, folder: Path) -> None:
     kinds = [_hugging_face] * 6 + [_sharded] * 2 + [_rewritten] * 2
-    kinds += [_odd_name, _odd_target, _hostile, _no_checkpoint]
-    if PICKLES.is_dir() and find_spec("gpt2block.files.checkpoints.pickles"):
-        kinds += [_pickle] * 2
+    kinds += [_odd_name, _odd_target, _hostile, _no_checkpoint, *[_pickle, _adapter, _four_bit] * 2]
     rng.pick(*kinds)(rng, folder)
 
 
@@ -187,7 +186,7 @@ def _rewritten(rng: Rng, folder: Path) -> None:
     made: Any = Gemma3Config if gemma else LlamaConfig
     config = made(**sizes, tie_word_embeddings=rng.chance(0.5))
     source: Any = SimpleNamespace(config=config, tensors=lambda: random_model(seed, config))
-    accepted(_quietly, save_pretrained, folder, source, rng.pick(None, "float16", "bfloat16"))
+    accepted(save_pretrained, folder, source, rng.pick(None, "float16", "bfloat16"))
     file = folder / "model.safetensors"
     expected = [array.astype(np.float32) for _, array, _ in Checkpoint.open(folder).tensors()]
     stored = load_file(file)
@@ -204,18 +203,38 @@ def _rewritten(rng: Rng, folder: Path) -> None:
     save_file(stored, file, {"format": "pt"})
     opened = attempt(not unequal, Checkpoint.open, folder)
     check(not unequal, "opened with two tensors of one name")
-    accepted(_quietly, save_pretrained, folder / "again", opened, rng.pick(None, "float32"))
+    accepted(save_pretrained, folder / "again", opened, rng.pick(None, "float32"))
     for found in (opened, accepted(Checkpoint.open, folder / "again")):
         check_equal("config", found.config, config)
         for (name, array, _), truth in zip(found.tensors(), expected, strict=True):
             check(np.array_equal(array, truth), f"{name}: other numbers")
 
 
-def _quietly(call: Any, *arguments: Any) -> Any:
-    """Return call(*arguments) without warnings, such as about YaRN's factor in other programs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return call(*arguments)
+def _adapter(rng: Rng, folder: Path) -> None:
+    """An adapter of peft, most often with a changed file."""
+    base = save_base(folder / "base", _SMALL)
+    pattern = rng.pick(*["x", ".*(q|v)_proj"] * 4, "(.|.)*!", "a{99999999999}", "(" * 10**5)
+    own = save_adapter(folder / "own", base, rank_pattern={pattern: 3}, alpha_pattern={pattern: 2})
+    valid = pattern[-1].isalpha() and not _changed(rng, own)
+    attempt(valid, from_pretrained, base, "cpu", adapters={"a": own})
+
+
+def _four_bit(rng: Rng, folder: Path) -> None:
+    """A model with matrices of 4 bits, most often with a changed file."""
+    file, exact = write(folder, _SMALL, LAYOUTS[rng.pick(*LAYOUTS)])
+    changed = _changed(rng, file)
+    model = attempt(not changed, from_pretrained, file, "cpu", rng.pick("file", "float32"))
+    pairs = zip(model.tensors(), Checkpoint.open(exact).tensors(), strict=True)
+    same = all(np.array_equal(ours, truth) for (_, ours, _), (_, truth, _) in pairs)
+    check(same or changed, "other numbers")
+
+
+def _changed(rng: Rng, folder: Path) -> bool:
+    """Change a folder's tensors or settings in most cases; return whether they are changed."""
+    changes = damage, replace, *[_damage_header] * 4, *[_damage_config] * 4, None
+    if change := rng.pick(*changes):
+        change(rng, next(folder.glob("*.safetensors")))
+    return change is not None
 
 
 def _spoil(rng: Rng, tensors: plain.Tensors) -> None:
@@ -233,7 +252,7 @@ def _damage_header(rng: Rng, file: Path) -> None:
     if not names:
         return
     name = rng.pick(*names)
-    kind, claim = rng.whole(8), None
+    kind, claim = rng.whole(9), None
     if kind < 3:
         entry = header[name]
         swapped = entry["shape"][::-1], entry["data_offsets"][::-1]
@@ -244,6 +263,8 @@ def _damage_header(rng: Rng, file: Path) -> None:
         header[new] = entry if rng.chance(0.3) else header.pop(name)
     elif kind == 4:
         header = rng.pick(odd_value(rng), {**header, "__metadata__": odd_value(rng)})
+    elif kind == 8:
+        header |= {name: header[names[0]], names[0]: header[name]}
     elif kind == 5:
         claim = int(rng.pick(0, 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))
     text = json.dumps(header).encode()
@@ -256,13 +277,12 @@ def _damage_header(rng: Rng, file: Path) -> None:
 
 
 def _damage_config(rng: Rng, file: Path) -> None:
-    config = file.parent / "config.json"
+    config = next(file.parent.glob("*config.json"))
     values = json.loads(config.read_text())
-    values[str(rng.pick(*[name for name in values if name != "model_type"]))] = rng.pick(*NUMBERS)
+    spoil_json(rng, values.get("quantization_config", values), *NUMBERS, 4, 8, "gptq", "awq")
     contents = rng.bytes(20), b"[" * 10**5, json.dumps(odd_value(rng)).encode()
-    changed = json.dumps(values).encode()
-    config.write_bytes(rng.pick(*contents, changed, changed))
-    if rng.chance(0.3):
+    config.write_bytes(rng.pick(*contents, *[json.dumps(values).encode()] * 9))
+    if rng.chance(0.1):
         replace(rng, config)
 
 

@@ -119,7 +119,8 @@ def damaged(rng: Rng, data: bytes, head: int = 400) -> bytes:
     changed = bytearray(data)
     end = rng.pick(len(data), min(len(data), head))
     for _ in range(rng.whole(1, 6)):
-        changed[rng.whole(end)] = rng.pick(rng.whole(256), *b"(9")
+        at, new = rng.whole(end), rng.pick(bytes([rng.whole(256)]), b"(", b"9", b"\xff" * 8)
+        changed[at : at + len(new)] = new
     cut, longer = data[: rng.whole(len(data))], data + rng.bytes(rng.whole(1, 9))
     return rng.pick(cut, longer, bytes(changed), bytes(changed))
 

@@ -21,16 +21,19 @@ OVERLOADED = overloaded("the server has as many connections as it takes")
 OTHER_VERSION = ApiError(505, "the request: expected HTTP/1.1")
 REQUEST_ID = re.compile("[!-~]{1,128}")
 HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?")
+VERSIONS = "2023-06-01", "2026-10-21"  # supported values of the header anthropic-version
+ANTHROPIC_HEADERS = {"anthropic-version", "x-api-key"}  # headers of Anthropic's clients
+ANTHROPIC_PATHS = MESSAGES, "/v1/models"  # paths of requests with one of these headers
 HEADERS = {
     401: {"www-authenticate": "Bearer"},
     503: {"retry-after": "1"},  # value of the header, in seconds
 }
 
 
-def error_response(error: ApiError, path: str = "", **headers: str) -> JSONResponse:
-    """Return the HTTP response for an error. path: of the request, which decides the format."""
+def error_response(error: ApiError, openai: bool = True, /, **headers: str) -> JSONResponse:
+    """Return the HTTP response for an error. openai: as for `ApiError.body`."""
     headers = {**HEADERS.get(error.status, {}), **headers}
-    return JSONResponse(error.body(path), error.status, headers)
+    return JSONResponse(error.body(openai), error.status, headers)
 
 
 def request_id(id: str = "") -> str:
@@ -57,12 +60,14 @@ class Access:
         begun, status, headers = perf_counter(), 500, Headers(scope=scope)
         state = scope.setdefault("state", {})
         state["id"] = request_id(headers.get("x-request-id", ""))
+        of_openai = ANTHROPIC_HEADERS.isdisjoint(headers)
+        state["openai"] = not scope["path"].startswith(MESSAGES if of_openai else ANTHROPIC_PATHS)
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, named = message["status"], [(b"x-request-id", state["id"].encode())]
-                if scope["path"].startswith(MESSAGES):
+                if not state["openai"]:
                     named.append((b"request-id", state["id"].encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *named]}
             await send(message)
@@ -76,19 +81,23 @@ class Access:
                 log.info("%s", printable(_line(scope, f"{status} {seconds:.3f} s")))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ASGIApp | None:
-        path = scope["path"]
+        openai = scope["state"]["openai"]
         if not scope["http_version"].startswith("1."):
-            return error_response(OTHER_VERSION, path, connection="close")
+            return error_response(OTHER_VERSION, openai, connection="close")
         if scope["state"].get("overloaded"):
-            return error_response(OVERLOADED, path)
+            return error_response(OVERLOADED, openai)
         if "content-length" in headers and "transfer-encoding" in headers:
-            return error_response(FRAMED_TWICE, path, connection="close")
+            return error_response(FRAMED_TWICE, openai, connection="close")
         host = headers.get("host", "")
         name = HOST.fullmatch(host.lower())
         if self._hosts and not (name and name[1] in self._hosts):
             names = f"{', '.join(self._hosts)} or another one by --allowed-host"
             problem = f"Host: expected {names}, got {shown(host)}"
-            return error_response(ApiError(400, problem), path)
+            return error_response(ApiError(400, problem), openai)
+        version = headers.get("anthropic-version", VERSIONS[0])
+        if not openai and version not in VERSIONS:
+            problem = f"anthropic-version: expected {' or '.join(VERSIONS)}, got {shown(version)}"
+            return error_response(ApiError(400, problem), openai)
         return None
 
 

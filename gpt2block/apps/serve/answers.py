@@ -264,6 +264,10 @@ class Form(ABC):
         """Return whether a chunk without log-probabilities has no content."""
         return delta.get("delta") == {} and delta["finish_reason"] is None
 
+    def usage_details(self, sequences: Sequences) -> JsonObject:
+        """Return fields of the usage object of answers, whose sequences have ended."""
+        return {}
+
     def first(self, index: int) -> JsonObject | None:
         """Return the chunk that a stream sends before the first tokens of a choice, or None."""
         return None
@@ -481,8 +485,8 @@ def _choice(part: Part) -> AnswerChoice:
     return choice
 
 
-def usage(prompt: int, completion: int, cached: int | None = None) -> JsonObject:
-    """Return OpenAI's usage object. cached: number of reused prompt tokens; None: not counted."""
+def usage(prompt: int, completion: int, **details: object) -> JsonObject:
+    """Return OpenAI's usage object. details: its further fields."""
     total = prompt + completion
     told = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
-    return told if cached is None else {**told, "prompt_tokens_details": {"cached_tokens": cached}}
+    return {**told, **details}

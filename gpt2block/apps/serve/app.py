@@ -44,7 +44,7 @@ from gpt2block.apps.serve.embeddings import TOKENS_AT_ONCE, embedding_list, inpu
 from gpt2block.apps.serve.http_end import HttpEnd
 from gpt2block.apps.serve.log import log, traceback_of
 from gpt2block.apps.serve.message_events import MessageSent
-from gpt2block.apps.serve.messages import MESSAGE_FIELDS, VERSIONS, CountRequest, MessagesRequest
+from gpt2block.apps.serve.messages import MESSAGE_FIELDS, CountRequest, MessagesRequest, model_list
 from gpt2block.apps.serve.play import Play
 from gpt2block.apps.serve.protocol import (
     MESSAGES,
@@ -79,7 +79,7 @@ from gpt2block.engine.chat.tool_forms.base import reads_tools
 from gpt2block.engine.generation.generate import Run
 from gpt2block.engine.generation.sequences import Sequences, TokenSequence
 from gpt2block.engine.model import Ids, in_groups
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import CheckpointError, InputError
 from gpt2block.files.tokenizers import tokenizer
 from gpt2block.files.tokenizers.encoding import Encoding, bytes_of_ids, special_id
 
@@ -184,7 +184,7 @@ class Server:
         """
 
         async def handled(request: Request) -> Response:
-            begun = perf_counter()
+            begun, openai = perf_counter(), request.state.openai
             try:
                 with anyio.fail_after(self.settings.seconds):
                     request.state.client = self._client_of(request)
@@ -194,15 +194,15 @@ class Server:
                         body = await self._parsed(request, kind)
                         response = await _while_there(request.receive, handler(request, body))
             except TimeoutError:
-                response = error_response(late(), path)
+                response = error_response(late(), openai)
             except _TooLargeError as error:
-                response = _EarlyResponse(error.body(path), error.status, {"connection": "close"})
+                response = _EarlyResponse(error.body(openai), error.status, {"connection": "close"})
             except ApiError as error:
-                response = error_response(error, path)
+                response = error_response(error, openai)
             except (InputError, CheckpointError) as error:
-                response = error_response(refused(error, kind.model_fields if kind else ()), path)
+                response = error_response(refused(error, kind.model_fields if kind else ()), openai)
             except Exception as error:
-                response = error_response(self._fault(request, path, error), path)
+                response = error_response(self._fault(request, path, error), openai)
             self.engine.note("answered", path, response.status_code, perf_counter() - begun)
             return response
 
@@ -271,8 +271,10 @@ class Server:
 
     def _response(self, body: ResponsesRequest) -> PreparedRequest:
         """Return the chat request that answers a request to /v1/responses."""
-        n_ctx = self.model.config.n_ctx
-        asked = self._chat(validated(ChatRequest, chat_body(body), self.names, n_ctx))
+        with self._template(lambda text: None) as template:
+            thinks = bool(template.thinking) or "reasoning_content" in template.names.fields
+        fields, n_ctx = chat_body(body, thinks), self.model.config.n_ctx
+        asked = self._chat(validated(ChatRequest, fields, self.names, n_ctx))
         return replace(asked, sent=ResponseSent(body, self._name_of(asked.body)))
 
     def _adapter_of(self, body: SampledRequest) -> str | None:
@@ -284,10 +286,6 @@ class Server:
         return self._adapter_of(body) or self.settings.name
 
     async def messages(self, request: Request, body: CountRequest) -> Response:
-        version = request.headers.get("anthropic-version")
-        if version not in (None, *VERSIONS):
-            expected = " or ".join(VERSIONS)
-            raise ApiError(400, f"anthropic-version: expected {expected}, got {shown(version)}")
         with named_as_given(ChatRequest.model_fields, MESSAGE_FIELDS):
             found = await self.in_thread(request, self._message, body)
             if isinstance(found, int):
@@ -510,12 +508,12 @@ class Server:
 
     def _usage(self, asked: PreparedRequest, new: int) -> JsonObject:
         """Return OpenAI's usage object for answers with `new` tokens in total."""
-        cached = None
+        details = asked.form.usage_details(asked.sequences)
         if self.model.reuses:  # tokens count as cached if all sequences of a prompt reuse them
             samples = len(asked.sequences) // len(asked.prompts)
             groups = zip(*[iter(each.reused for each in asked.sequences)] * samples, strict=True)
-            cached = sum(map(min, groups))
-        return usage(sum(map(len, asked.prompts)), new, cached)
+            details["prompt_tokens_details"] = {"cached_tokens": sum(map(min, groups))}
+        return usage(sum(map(len, asked.prompts)), new, **details)
 
     async def _written(self, request: Request, found: object, values: int) -> Response:
         """Return a response with `found` as JSON; a thread encodes more than MANY_TOKENS values."""
@@ -586,14 +584,15 @@ class Server:
         return await self.in_thread(request, text)
 
     async def models(self, request: Request) -> Response:
-        names, wanted = self.names, request.path_params.get("name")
-        found = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
-        found |= {"max_model_len": self.model.config.n_ctx}
-        if wanted is None:
-            return JSONResponse({"object": "list", "data": [{"id": n, **found} for n in names]})
-        if wanted not in names:
+        names, n_ctx = self.names, self.model.config.n_ctx
+        if (wanted := request.path_params.get("name")) not in (None, *names):
             raise ApiError(404, f"there is no {wanted!r}: expected {' or '.join(names)}", "model")
-        return JSONResponse({"id": wanted, **found})
+        facts = {"object": "model", "created": self._begun, "owned_by": "gpt2block"}
+        facts |= {"max_model_len": n_ctx}
+        found: JsonObject = {"object": "list", "data": [{"id": name, **facts} for name in names]}
+        if not request.state.openai:
+            found = model_list(names, self._begun, n_ctx)
+        return JSONResponse(found if wanted is None else found["data"][names.index(wanted)])
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": doctor.version()})
@@ -702,4 +701,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     problems = {404: "there is no such address", 405: "another method is expected"}
     problem = f"{request.method} {request.url.path}: {problems.get(error.status_code, 'an error')}"
     refusal = ApiError(error.status_code, problem)
-    return error_response(refusal, request.url.path, **(error.headers or {}))
+    return error_response(refusal, request.state.openai, **(error.headers or {}))

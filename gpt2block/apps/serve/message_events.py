@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic_core import from_json
 
 from gpt2block.apps.serve.answers import server_sent, usage
-from gpt2block.apps.serve.protocol import MESSAGES, ApiError, JsonObject
+from gpt2block.apps.serve.protocol import ApiError, JsonObject
 from gpt2block.apps.serve.response_events import EventSent
 from gpt2block.engine.generation.sequences import TokenSequence
 
@@ -57,7 +57,7 @@ class MessageSent(EventSent):
         return message
 
     def failure(self, error: ApiError) -> bytes:
-        return server_sent(json.dumps(error.body(MESSAGES)), "error")
+        return server_sent(json.dumps(error.body(openai=False)), "error")
 
     def _take(self, chunk: JsonObject) -> list[JsonObject]:
         started = {"type": "message_start", "message": {**self.result, "content": []}}

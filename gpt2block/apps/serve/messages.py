@@ -1,13 +1,14 @@
-"""Requests to /v1/messages and /v1/messages/count_tokens, converted to chat requests.
+"""Requests to /v1/messages and /v1/messages/count_tokens as chat requests, and /v1/models.
 
-Source: Anthropic, "API reference" (Messages, Count tokens in a Message, Versions). The version
+Source: Anthropic, "API reference" (Messages, Count tokens in a Message, Models, Versions). Version
 2026-10-21 has no temperature, top_p and top_k, which this server accepts in both versions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -23,7 +24,6 @@ from gpt2block.apps.serve.protocol import (
     invalid,
 )
 
-VERSIONS = "2023-06-01", "2026-10-21"  # supported values of the header anthropic-version
 THINKS = "enable_thinking"  # variable with which chat templates turn thinking on and off
 # Regular expressions of names in errors about the chat request → names in the given request
 MESSAGE_FIELDS = {
@@ -215,6 +215,14 @@ class MessagesRequest(CountRequest, SamplingFields):
     temperature: float | None = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     receipt: bool | None = False
+
+
+def model_list(names: Sequence[str], created: int, n_ctx: int) -> JsonObject:
+    """Return the object of /v1/models. created: seconds since 1970."""
+    at = datetime.fromtimestamp(created, timezone.utc).isoformat()
+    facts = {"type": "model", "created_at": at, "lifecycle": "active", "max_input_tokens": n_ctx}
+    data = [{"id": name, "display_name": name, **facts} for name in names]
+    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def _text(content: str | list[TextBlock]) -> str:

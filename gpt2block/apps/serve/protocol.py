@@ -49,49 +49,36 @@ MESSAGE_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "req
                   500: "api_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 ANYTHING = object()  # in place of a list of values: any value is accepted and ignored
 
+JsonObject = dict[str, Any]  # an object of JSON in a request or an answer
 # Unsupported fields of requests, with their values that do not change the result and are accepted.
 # Null is accepted for all of them. Sources: OpenAI, "API reference"; vLLM, "OpenAI-Compatible
 # Server"; llama.cpp, "LLaMA.cpp HTTP Server". docs/serve.md has the same table.
-JsonObject = dict[str, Any]  # an object of JSON in a request or an answer
-NEUTRAL: Mapping[str, Any] = {
-    **dict.fromkeys(("user", "metadata", "store", "safety_identifier"), ANYTHING),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "service_tier"), ANYTHING),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    **dict.fromkeys(("reasoning_effort", "prediction", "audio", "web_search_options"), ()),
-    # vLLM
-    **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
-    **dict.fromkeys(("continue_final_message", "echo", "early_stopping"), (False,)),
-    "use_beam_search": (False,),
-    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("spaces_between_special_tokens", "skip_special_tokens"), (True, False)),
-    "include_reasoning": (True, False),
-    **dict.fromkeys(("documents", "bad_words", "logits_processors"), ([],)),
-    **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("chat_template", "guided_json", "guided_regex", "guided_choice"), ()),
-    **dict.fromkeys(("guided_grammar", "allowed_token_ids"), ()),
-    **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
-    "truncate_prompt_tokens": (-1,),
-    "length_penalty": (1,),
-    "priority": (0,),
-    "request_id": ANYTHING,
-    # llama.cpp
-    **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z"), (1,)),
-    **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier"), (0,)),
-    **dict.fromkeys(("n_keep", "n_probs", "min_keep", "n_indent"), (0,)),
-    **dict.fromkeys(("top_n_sigma", "id_slot", "repeat_last_n"), (-1,)),
-    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "cache_prompt"), ANYTHING),
-    **dict.fromkeys(("dynatemp_exponent", "xtc_threshold", "dry_base"), ANYTHING),
-    **dict.fromkeys(("dry_allowed_length", "dry_penalty_last_n"), ANYTHING),
-    **dict.fromkeys(("dry_sequence_breakers",), ANYTHING),
-    **dict.fromkeys(("timings_per_token", "return_progress", "post_sampling_probs"), (False,)),
-    "lora": ([],),
-    "grammar": ("",),
-    "json_schema": ({},),
-}
+_NEUTRAL: tuple[tuple[Any, str], ...] = (
+    (ANYTHING,
+     "user metadata store safety_identifier prompt_cache_key prompt_cache_retention service_tier "
+     "request_id mirostat_tau mirostat_eta cache_prompt dynatemp_exponent xtc_threshold dry_base "
+     "dry_allowed_length dry_penalty_last_n dry_sequence_breakers"),
+    ((),
+     "reasoning_effort prediction audio web_search_options chat_template guided_json guided_regex "
+     "guided_choice guided_grammar allowed_token_ids prompt_logprobs kv_transfer_params"),
+    ((True,), "add_generation_prompt add_special_tokens"),
+    ((False,),
+     "continue_final_message echo early_stopping use_beam_search include_stop_str_in_output "
+     "return_tokens_as_token_ids timings_per_token return_progress post_sampling_probs"),
+    ((True, False), "spaces_between_special_tokens skip_special_tokens include_reasoning"),
+    ((-1,), "truncate_prompt_tokens top_n_sigma id_slot repeat_last_n"),
+    ((0,),
+     "priority mirostat dynatemp_range xtc_probability dry_multiplier n_keep n_probs min_keep "
+     "n_indent"),
+    ((1,), "length_penalty repeat_penalty typical_p tfs_z"),
+    (("",), "suffix grammar"),
+    (("none", "auto"), "function_call"),
+    (("medium",), "verbosity"),
+    (([],), "functions documents bad_words logits_processors lora"),
+    ((["text"],), "modalities"),
+    (({},), "chat_template_kwargs mm_processor_kwargs vllm_xargs json_schema"),
+)  # fmt: skip
+NEUTRAL = {name: accepted for accepted, names in _NEUTRAL for name in names.split()}
 
 Request = TypeVar("Request", bound="Body")
 
@@ -181,9 +168,9 @@ class ApiError(Exception):
         """Pickle all arguments, for another process."""
         return type(self), (self.status, self.message, self.param, self.code)
 
-    def body(self, path: str = "") -> JsonObject:
-        """Return the body of the response to `path`: in Anthropic's format at MESSAGES."""
-        if path.startswith(MESSAGES):
+    def body(self, openai: bool = True) -> JsonObject:
+        """Return the body of the response. openai: whether in OpenAI's format or Anthropic's."""
+        if not openai:
             kind = MESSAGE_ERRORS.get(self.status, "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = "invalid_request_error" if self.status < 500 else "server_error"

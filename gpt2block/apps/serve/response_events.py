@@ -233,11 +233,11 @@ def _without_bytes(logprobs: list[JsonObject]) -> list[JsonObject]:
 
 def _usage(usage: JsonObject) -> JsonObject:
     """Return a usage object of responses for the usage object of a chat completion."""
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }

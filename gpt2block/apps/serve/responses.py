@@ -42,6 +42,9 @@ FIELDS = {"messages": "input", "response_format.json_schema": "text.format",
 # Fields that chat requests have, too
 SAME = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
         "chat_template_kwargs", "skip_special_tokens")  # fmt: skip
+TEXTS = "input_text", "output_text"  # types of parts of messages
+# Fields of an item of reasoning and types of their parts; the first field that is not empty is read
+REASONING = ("content", "reasoning_text"), ("summary", "summary_text")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -87,19 +90,18 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ())
 
 
-def chat_body(request: ResponsesRequest) -> JsonObject:
+def chat_body(request: ResponsesRequest, thinks: bool) -> JsonObject:
     """Return the body of the chat request that has the same answer.
 
-    Fields that the request does not have are absent. Raises ApiError for items, tools and formats
-    that a chat request cannot have.
+    Fields that the request does not have are absent. thinks: as for `messages_of`. Raises ApiError
+    for items, tools and formats that a chat request cannot have.
     """
     if request.top_logprobs and not request.logprobs:
         raise invalid(f'top_logprobs: expected "{LOGPROBS}" in include with it')
-    first = [] if request.instructions is None else [("system", request.instructions)]
     tools = [_chat_tool(tool, index) for index, tool in enumerate(request.tools or ())]
     body = {
         **{name: getattr(request, name) for name in SAME},
-        "messages": messages_of(request.input, [{"role": r, "content": text} for r, text in first]),
+        "messages": messages_of(request.input, request.instructions, thinks),
         "max_completion_tokens": request.max_output_tokens,
         "stream_options": {"include_usage": True} if request.stream else None,
         "logprobs": request.logprobs or None,
@@ -130,37 +132,44 @@ def named_as_given(fields: Collection[str], given: Mapping[str, str] = FIELDS) -
         raise ApiError(refusal.status, message, param, refusal.code) from error
 
 
-def messages_of(items: str | list[Any], before: list[JsonObject]) -> list[JsonObject]:
-    """Return the messages of a chat: `before`, then the messages for the field `input`.
+def messages_of(items: str | list[Any], first: str | None, thinks: bool) -> list[JsonObject]:
+    """Return the messages of a chat: a system message `first`, then messages for the field `input`.
 
     Function calls become tool calls of the assistant's message before them; consecutive calls
-    become tool calls of one message. Items of reasoning are left out, as chat templates leave out
-    earlier reasoning.
+    become tool calls of one message. The text of items of reasoning becomes `reasoning_content` of
+    the assistant's message that follows. The text is left out if no such message follows, or if
+    `thinks`, whether messages may have this field, is false.
     """
     if isinstance(items, str):
-        return [*before, {"role": "user", "content": items}]
-    messages = [*before]
+        items = [{"role": "user", "content": items}]
+    messages: list[JsonObject] = [] if first is None else [{"role": "system", "content": first}]
+    thought = ""
     for index, item in enumerate(items):
         message, latest = _message_of(item, f"input.{index}"), messages[-1] if messages else {}
         if "tool_calls" in message and latest.get("role") == "assistant":
             calls = [*latest.get("tool_calls", ()), *message["tool_calls"]]
-            messages[-1] = {**latest, "tool_calls": calls}
-        elif message:
-            messages.append(message)
+            message = {**messages.pop(), "tool_calls": calls}
+        if "content" not in message:
+            thought += message["reasoning_content"]
+            continue
+        if thought and thinks and message["role"] == "assistant":
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        messages.append(message)
+        thought = ""
     if not messages:
         raise invalid("input: expected at least one message, got none")
     return messages
 
 
 def _message_of(item: object, place: str) -> JsonObject:
-    """Convert an item of `input` to a message of a chat; return {} for reasoning."""
+    """Convert an item of `input` to a message of a chat, which has no content for reasoning."""
     fields = _present(item, place)
     kind = fields.pop("type", "message" if "role" in fields else None)
     if kind == "message":
         role, content = _values_of(fields, place, "role", "content")
         if role not in ROLES:
             raise invalid(f"{place}.role: expected {', '.join(ROLES)}, got {shown(role)}")
-        return {"role": ROLES[role], "content": _content(content, f"{place}.content")}
+        return {"role": ROLES[role], "content": _content(content, f"{place}.content", *TEXTS)}
     if kind == "function_call":
         id, name, arguments = _values_of(fields, place, "call_id", "name", "arguments")
         function = {"name": name, "arguments": arguments}
@@ -170,16 +179,24 @@ def _message_of(item: object, place: str) -> JsonObject:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
         id, output = _values_of(fields, place, "call_id", "output")
-        content = _content(output, f"{place}.output")
+        content = _content(output, f"{place}.output", *TEXTS)
         return {"role": "tool", "tool_call_id": id, "content": content}
     if kind != "reasoning":
         expected = "a message, function_call, function_call_output or reasoning"
         raise invalid(f"{place}: expected {expected}, got {shown(kind)}")
-    return {}
+    _values_of(fields, place, others=("id", "status", "encrypted_content", *dict(REASONING)))
+    found = [_content(fields.get(name, ""), f"{place}.{name}", type) for name, type in REASONING]
+    text = "".join(each if isinstance(each, str) else each["text"] for each in found[0] or found[1])
+    if not text and "encrypted_content" in fields:
+        raise invalid(f"{place}: this server cannot decrypt this item", "invalid_encrypted_content")
+    return {"reasoning_content": text}
 
 
-def _content(content: object, place: str) -> str | list[JsonObject]:
-    """Convert the content of an item to the content of a chat message: a text, or parts of text."""
+def _content(content: object, place: str, *kinds: str) -> str | list[JsonObject]:
+    """Convert the content of an item to the content of a chat message: a text, or parts of text.
+
+    kinds: types of the parts.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -188,8 +205,8 @@ def _content(content: object, place: str) -> str | list[JsonObject]:
     for index, each in enumerate(content):
         part, at = _present(each, f"{place}.{index}"), f"{place}.{index}"
         kind = part.pop("type", None)
-        if kind not in ("input_text", "output_text") or not isinstance(part.get("text"), str):
-            expected = "input_text or output_text with a text"
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            expected = f"{' or '.join(kinds)} with a text"
             raise invalid(f"{at}: expected {expected}, got {shown(each)}")
         _values_of(part, at, "text", others=("annotations", "logprobs"))
         parts.append({"type": "text", "text": part["text"]})

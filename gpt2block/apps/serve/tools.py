@@ -21,6 +21,7 @@ from gpt2block.engine.chat.tool_forms import FORMS
 from gpt2block.engine.chat.tool_forms.base import Tool, ToolForm
 from gpt2block.engine.chat.tool_forms.grammar import closed, lark
 from gpt2block.engine.chat.tool_forms.reading import CallPart, CallReader, Texts, Thought
+from gpt2block.engine.generation.sequences import Sequences
 from gpt2block.engine.grammars.grammar import Grammar
 from gpt2block.errors import InputError, require
 from gpt2block.files.tokenizers.encoding import Encoding, special_id
@@ -191,6 +192,11 @@ class ToolChatForm(ChatForm):
         for call in calls:
             del call["index"]
         return self._filled({"index": index, "message": message}, choice, logprobs)
+
+    def usage_details(self, sequences: Sequences) -> JsonObject:
+        thoughts = {n: reader.thoughts for n, reader in self._readers.items() if reader.thoughts}
+        count = sum(sequences[n].tokens_within(ranges) for n, ranges in thoughts.items())
+        return {"completion_tokens_details": {"reasoning_tokens": count}} if count else {}
 
     def _read(
         self, index: int, part: AnswerChoice, final: bool

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from gpt2block.checks import check_encodable
+from gpt2block.checks import check_encodable, unique_keys
 from gpt2block.errors import InputError, shown
 
 Message = Mapping[str, Any]  # fields "role", "content", and others that the template reads
@@ -167,17 +167,11 @@ def _with_object(call: Mapping[str, object]) -> dict[str, object]:
 
 def _object(arguments: Any) -> object:
     try:
-        value = json.loads(arguments or "{}", object_pairs_hook=_unique)
-    except (ValueError, TypeError, RecursionError):  # bad JSON, or integers of over 4,300 digits
+        value = json.loads(arguments or "{}", object_pairs_hook=unique_keys)
+    # Bad JSON, integers of over 4,300 digits, or an InputError: a dict would drop a repeated key.
+    except (ValueError, TypeError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a key comes twice")  # a dict would keep only one of the values
-    return fields
 
 
 def continued(message: Message, text: str, between: str = "") -> dict[str, object]:

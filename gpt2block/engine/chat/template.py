@@ -88,15 +88,8 @@ class ChatTemplate:
         text: str = self._rendered(False, *arguments, **variables)["text"]
         return text
 
-    def ids(
-        self,
-        encoding: Encoding,
-        messages: Sequence[Message],
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> list[int]:
-        """Return the token ids of the text that `render` returns.
+    def ids(self, encoding: Encoding, messages: Sequence[Message], **arguments: Any) -> list[int]:
+        """Return the token ids of the text that `render` returns for the same arguments.
 
         Names of special tokens, and of other added tokens that are not white space, are tokens only
         where the template writes all of their characters. Where a character of a name comes from
@@ -105,15 +98,12 @@ class ChatTemplate:
         the name's place. Raises as `render` does; InputError for a name that the tokenizer cannot
         write with other tokens.
         """
-        arguments = (messages, add_generation_prompt, continue_final_message)
-        text, places = self.placed(*arguments, **variables)
+        text, places = self.placed(messages, **arguments)
         return tokenizer.encode_chat(encoding, text, places)
 
-    def placed(
-        self, messages: Sequence[Message], *more: Any, **variables: Any
-    ) -> tuple[str, Spans]:
+    def placed(self, messages: Sequence[Message], **arguments: Any) -> tuple[str, Spans]:
         """Return the text of `render`, and the text's ranges copied from messages and variables."""
-        rendered = self._rendered(True, messages, *more, **variables)
+        rendered = self._rendered(True, messages, **arguments)
         return rendered["text"], rendered["places"]
 
     def arguments(

@@ -62,7 +62,8 @@ class CudaCache:
 
     If layers differ, `arrays` has an array for each number of channels and dtype. Each layer's K
     and V begin at a multiple of ALIGNED bytes; unused slots are added if necessary.
-    prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes.
+    prefills, steps: a model's recordings for this cache. A key of `prefills` is a prefill's sizes,
+    and whether its sequences may have adapters.
     drafting: the cache of the block that drafts tokens, if prompts and steps also compute it.
     stream_rows: rows of the residual stream after the layers of the latest step, or of the last
     tokens of prompts, which the block reads; for a cache of a block, rows of the block.

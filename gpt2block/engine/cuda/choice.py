@@ -64,9 +64,9 @@ class DecodingChoice:
     Products with the same weights have the same order of additions in all engines, so a row has
     the same bits with any number of rows.
 
-    If adapters (LoRA) are loaded, a product that an adapter changes fuses no norm of its rows,
-    RoPE or gate: the adapter's term is added before these. `RULES_OF_SUMS` are used if adapters
-    change only products of attention and lm_head.
+    If a sequence of a step has an adapter (LoRA), a product that adapters change fuses no norm of
+    its rows, RoPE or gate: the adapter's term is added before these. `RULES_OF_SUMS` are used if
+    adapters change only products of attention and lm_head.
     """
 
     def __init__(

@@ -43,7 +43,8 @@ class PrefillPrograms:
     of a sequence. With "likeliest", the array `likeliest` also holds each row's most likely token.
     """
 
-    def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill) -> None:
+    def __init__(self, model: CudaPasses, cache: CudaCache, shape: Prefill, adapted: bool) -> None:
+        """adapted: whether sequences may have adapters."""
         N, B = shape.rows, shape.sequences
         L = shape.batch if shape.ends is None else shape.ends
         self.shape = shape
@@ -56,7 +57,8 @@ class PrefillPrograms:
         ends = np.cumsum(list(self._sizes.values()))[:-1].tolist()
         batch = dict(zip(self._sizes, cupy.split(self._numbers, ends), strict=True))
         self._tensors = {**batch, **cache_tensors(cache)}
-        if cache.adapters.tensors and shape.products == "hi_lo":
+        self._tensors |= cache.adapters.tensors if adapted else {}
+        if adapted and shape.products == "hi_lo":
             self._tensors["every"] = cupy.asarray(np.arange(N, dtype=np.int32))
         self._drafting, self._stream_rows = cache.drafting, cache.stream_rows
         self._recordings: dict[Want | None, Recording] = {}
@@ -184,12 +186,17 @@ def programs_of(
     longest: int,
     continued: bool,
     ends: int | None = None,
+    adapted: bool = False,
 ) -> PrefillPrograms:
-    """Return the PrefillPrograms of this shape and cache. The other arguments: see `Prefill`."""
-    kind = rows, longest, continued, ends  # the cache determines all other fields of Prefill
+    """Return the PrefillPrograms of this shape and cache.
+
+    adapted: whether sequences may have adapters. The other arguments: see `Prefill`.
+    """
+    sizes = rows, longest, continued, ends  # the cache determines all other fields of Prefill
+    kind = *sizes, adapted
     if kind not in cache.prefills:
-        shape = model.prefill_shape(cache.batch, bool(cache.layers), *kind)
-        cache.prefills[kind] = PrefillPrograms(model, cache, shape)
+        shape = model.prefill_shape(cache.batch, bool(cache.layers), *sizes)
+        cache.prefills[kind] = PrefillPrograms(model, cache, shape, adapted)
         forget_oldest(cache.prefills, cache.kept_shapes, model.stream)
     cache.prefills.move_to_end(kind)
     found: PrefillPrograms = cache.prefills[kind]
@@ -210,10 +217,11 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
         for start in group:
             states.begin(start.slot, start.cached, len(start.ids))
     slots, cached = [start.slot for start in group], [start.cached for start in group]
+    adapted = cache.adapters.used(slots)
     new = [start.ids[start.cached :] for start in group]
     lengths = [len(ids) for ids in new]
     kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))
-    prefill = programs_of(model, cache, *kind)
+    prefill = programs_of(model, cache, *kind, adapted)
     prefill.run(model, new, slots, cached, "last" if last else None)
     return prefill.out
 

@@ -2,7 +2,8 @@
 
 The kernels of a decoding depend on the sizes of its steps and of the prompts that start together.
 Sizes are rounded up, so that there are few different kernels. All steps and the usual starts are
-also recorded as CUDA graphs.
+also recorded as CUDA graphs. Steps and prompts of sequences with adapters (LoRA) are recorded when
+the first such sequence starts.
 """
 
 from __future__ import annotations

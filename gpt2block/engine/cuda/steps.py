@@ -78,8 +78,10 @@ class DecodingSteps:
         self.logits = cupy.zeros((rows, config.vocab_size), "float32")
         self.row, self.tokens, self.positions = (cupy.zeros(rows, "int32") for _ in range(3))
         self.cache_tensors, self.stream_rows = cache_tensors(cache), cache.stream_rows
-        # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks.
-        self._steps: dict[tuple[int, int, int, bool], DecodingStep] = {}
+        self.adapters = cache.adapters
+        # Key: number of slots, kind of logit changes (0, CHANGED or COUNTED), rows per slot, masks,
+        # adapters.
+        self._steps: dict[tuple[int, int, int, bool, bool], DecodingStep] = {}
         # Created on first use: logit changes (slots, CHANGES), counts of sampled tokens (slots, V)
         self.changes: CudaArray | None = None
         self.counts: CudaArray | None = None
@@ -116,7 +118,7 @@ class DecodingSteps:
         # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
         most = 2 if together == 1 and self.stream_rows is None else 1
         count = min(rounded_up(len(slots), most), self.batch)
-        kind = count, changed, together, masked
+        kind = count, changed, together, masked, self.adapters.used(slots)
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
             self._steps[kind] = DecodingStep(model, self, *kind)
@@ -239,10 +241,12 @@ class DecodingStep:
         changed: int,
         together: int,
         masked: bool,
+        adapted: bool,
     ) -> None:
         """count: slots. changed: as `_changed` of DecodingSteps. together: rows per slot.
 
-        masked: whether rows may have masks, so that the graph ends before the sampler.
+        masked: whether rows may have masks, so that the graph ends before the sampler. adapted:
+        whether rows may have adapters; other rows have the same bits in both kinds of steps.
         """
         self.rows = rows = count * together
         self.together, self._stream = together, model.stream
@@ -279,6 +283,7 @@ class DecodingStep:
             take = bind_take(self.by_row, slots, self.drafts, of.state, together, counts, report)
             after = (sampled, take) if of.stream_rows is None else (sampled, taken, take)
         self._given = {**of.cache_tensors, "tokens": tokens, "row": row, "positions": positions}
+        self._given |= of.adapters.tensors if adapted else {}
         self._outs = {"logits": logits, "logits_base": logits}  # an adapter changes them in place
         if of.stream_rows is not None:
             self._given["stream_index"] = cupy.asarray(np.arange(rows, dtype=np.int32))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -290,6 +292,13 @@ class TokenSequence:
     def stop_string(self) -> str | None:
         """The stop string that has ended the text; None if none has."""
         return self._text.found if self.ends.stop else None
+
+    def tokens_within(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """Return the number of tokens that begin in ranges (begin, end) of characters."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        sizes = (len(decoder.decode(self._bytes([token]))) for token in self.tokens)
+        places = [*accumulate(sizes, initial=0)]
+        return sum(bisect_left(places, end) - bisect_left(places, begin) for begin, end in ranges)
 
     def text_of(self, token: int) -> str:
         """Return the text of a single token; an incomplete character becomes U+FFFD."""

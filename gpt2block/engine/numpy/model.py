@@ -186,7 +186,7 @@ class NumpyModel(NumpySteps, StoredModel):
             "last": ends[lengths > 0] - 1,
             "last_row": np.flatnonzero(lengths),
         }
-        return {**cache_tensors(cache), **batch}
+        return {**cache_tensors(cache), **cache.adapters.tensors, **batch}
 
     def _run(self, do: NumpyExecutor, want: Any, longest: int) -> Any:
         """Run a forward pass; return its output `want`. longest: tokens of the longest sequence."""

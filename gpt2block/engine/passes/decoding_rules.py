@@ -444,6 +444,15 @@ def terms(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     return ""
 
 
+@rule("experts_gated", "experts_down")
+def experts(steps: Steps, step: Step, plan: DecodingPlan) -> str:
+    """a product with experts rounds its rows as other products do"""
+    if plan.x_dtype is None:
+        return "products of this dtype do not round rows"
+    steps.replace(step.name, changed(step, x_dtype=plan.x_dtype))
+    return ""
+
+
 @rule("delta_spans", "delta_rule")
 def delta_steps(steps: Steps, step: Step, plan: DecodingPlan) -> str:
     """gated delta nets: later rows of a slot than its first may be refused"""
@@ -461,7 +470,7 @@ def convolutions(steps: Steps, step: Step, plan: DecodingPlan) -> str:
 
 RULES: tuple[Rule[DecodingPlan], ...] = (
     products, norms, operands, operands_of_products, gates, linear_qkv, rope_product,
-    attention_append, rope_append, attention, hi_lo_weights, gelus, terms, delta_steps,
+    attention_append, rope_append, attention, hi_lo_weights, gelus, terms, experts, delta_steps,
     convolutions,
 )  # fmt: skip
 

@@ -214,7 +214,7 @@ class Pass:
     def experts(self, h: str, x: Value, y: Value) -> Value:
         """Return x plus the weighted results of the experts that the router chooses for rows y."""
         of = self.c.experts
-        router = {"sigmoid": of.sigmoid, "normed": of.normed, "factor": of.factor}
+        router = {name: getattr(of, name) for name in ("sigmoid", "normed", "factor", "eps")}
         inputs = (y, f"{h}router", f"{h}b_router")
         routes = self.do(f"{h}routes", "route", inputs, n_used=of.n_used, **router)
         sizes: dict[str, Any] = {"n_expert": of.n_expert}

@@ -44,6 +44,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),  # others change W
 }
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_SLOW = re.compile(r"(?s).{201}|\{|\)[*+?]|([*+?(][^*+?(]*){5}")  # patterns too slow to match
 _QUANTIZED = re.compile(r"(-unsloth)?(-bnb-4bit)?$")  # ends the names of copies for training
 
 
@@ -186,7 +187,10 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     values = []
     for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         own = settings.get(patterns) or {}
-        fit = (own[each] for each in own if re.fullmatch(rf"(.*\.)?({each})", module))
+        if slow := [each for each in own if _SLOW.search(each)]:
+            raise CheckpointError(f"{CONFIG}: {patterns}: expected short patterns such as "
+                                  f"layers.[0-9]+.(q|v)_proj, got {shown(slow[0])}")  # fmt: skip
+        fit = (own[each] for each in {**own} if re.fullmatch(rf"(.*\.)?({each})", module))
         value = next(fit, settings.get(key))
         values.append(check_number(f"{CONFIG}: {key}", value, -1e30, 1e30, "a number"))
     r, alpha = values

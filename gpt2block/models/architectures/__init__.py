@@ -13,6 +13,7 @@ granitemoehybrid  The dense models of Granite 4.0
 smollm3   SmolLM3
 phi3      Phi-3 and Phi-4-mini
 lfm2      LFM2 and LFM2.5
+lfm2_moe  LFM2's mixtures of experts
 olmo2     OLMo 2
 olmo3     OLMo 3
 olmoe     OLMoE
@@ -32,6 +33,7 @@ from gpt2block.models.architectures import (
     granite,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     ministral3,
     mistral,
@@ -51,7 +53,7 @@ from gpt2block.models.config import ModelConfig
 
 _ALL: Sequence[Architecture] = (
     gpt2, llama, qwen2, qwen3, qwen3_moe, qwen3_5, mistral, ministral3, granite, granitemoehybrid,
-    smollm3, phi3, lfm2, olmo2, olmo3, olmoe, nanochat, gemma3, gemma4,
+    smollm3, phi3, lfm2, lfm2_moe, olmo2, olmo3, olmoe, nanochat, gemma3, gemma4,
 )  # fmt: skip
 # Architectures whose GGUF files have another architecture's name, and architectures of files that
 # have a sliding window

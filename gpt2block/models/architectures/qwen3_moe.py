@@ -86,10 +86,13 @@ GGUF, GGUF_ROPE_INTERLEAVED = "qwen3moe", False
 attention, final, constants = qwen3.attention, llama.final, llama.constants
 
 
-def feed_forward(o: Any, h: str, x: Value, y: Value) -> Value:
-    """Compute x1 = x + projected attention; return x1 plus the results of experts of norm(x1)."""
+def feed_forward(o: Any, h: str, x: Value, y: Value, out: str = "o") -> Value:
+    """Compute x1 = x + projected attention; return x1 plus the results of experts of norm(x1).
+
+    out: as in Llama's.
+    """
     if not o.c.has_experts(h):
-        return llama.feed_forward(o, h, x, y)
-    x = o.product(f"{h}proj", y, f"{h}w_o", f"{h}b_o", add=(f"{h}x1", x))
+        return llama.feed_forward(o, h, x, y, out)
+    x = o.product(f"{h}proj", y, f"{h}w_{out}", f"{h}b_{out}", add=(f"{h}x1", x))
     y = o.norm(f"{h}rms2", x, f"{h}gamma2")
     return o.experts(h, x, y)

@@ -33,6 +33,9 @@ Divided = tuple[tuple[str, tuple[str, ...], str], ...]
 # without effect, and what this package computes. A list in config.json has a value per layer.
 _ALL_VISIBLE, _PLAIN_NORMS = "attention sees all earlier tokens", "queries and keys have no norm"
 _UNSCALED = "embeddings, residuals and logits are not scaled"
+_CHOSEN = "a router chooses all experts that a token uses"
+_OF_ALL = "a router chooses among all experts of a layer"
+_LAYERS = "this key names no layers without experts"
 OF_OTHERS: Settings = (
     ("layer_types", (None, "full_attention"), _ALL_VISIBLE),
     ("sliding_window_pattern", (None, 1), _ALL_VISIBLE),
@@ -60,6 +63,15 @@ OF_OTHERS: Settings = (
     ("lm_head_multiplier", (None, 1), _UNSCALED),
     ("use_parallel_residual", (None, False), "the feed-forward follows attention"),
     ("parallel_attn", (None, False), "the feed-forward follows attention"),
+    ("n_shared_experts", (None, 0), _CHOSEN),
+    ("num_shared_experts", (None, 0), _CHOSEN),
+    ("shared_expert_intermediate_size", (None, 0), _CHOSEN),
+    ("n_group", (None, 1), _OF_ALL),
+    ("topk_group", (None, 1), _OF_ALL),
+    ("scoring_func", (None, "softmax"), "scores of experts are a softmax"),
+    ("routed_scaling_factor", (None, 1), "weights of experts have no factor"),
+    ("first_k_dense_replace", (None, 0), _LAYERS),
+    ("moe_layer_freq", (None, 1), _LAYERS),
 )
 _PER_LAYER = ("layer_types", "no_rope_layers")
 TABLES = ("wte", "layer_table")  # matrices (vocab_size, …), whose rows are read by token
@@ -136,7 +148,7 @@ class Experts(NamedTuple):
     """The sizes of mixtures of experts, and how a router chooses experts for each row.
 
     layers: whether each layer's feed-forward is a mixture. n_expert: experts of a layer. n_used:
-    experts that each row uses. sigmoid, normed, factor: as in `reference.route`.
+    experts that each row uses. sigmoid, normed, factor, eps: as in `reference.route`.
     """
 
     layers: tuple[bool, ...]
@@ -145,6 +157,7 @@ class Experts(NamedTuple):
     sigmoid: bool = False
     normed: bool = False
     factor: float = 1.0
+    eps: float = 0.0
 
 
 class DeltaNets(NamedTuple):

@@ -17,13 +17,13 @@ from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
 from gpt2block.ops.engines.linear_mma import (
     FLOAT,
+    MAX_BLOCKS,
     MAX_SPLITS,
     RMSNORM,
     STATIC,
     TERMS,
     UNIT,
     splits,
-    two_axes,
 )
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
@@ -411,8 +411,10 @@ def plan_of_experts(
     ) or _too_long(w.K)  # fmt: skip
     if isinstance(found, Refusal):
         return found
-    blocks, shares = found.grid
-    return found._replace(kernel=OF_EXPERTS, grid=(blocks, *two_axes(shares)))
+    across, shares = found.grid
+    planes = ceil(shares / MAX_BLOCKS)  # blocks after the last share do nothing
+    along = (shares,) if planes == 1 else (ceil(shares / planes), planes)
+    return found._replace(kernel=OF_EXPERTS, grid=(across, *along))
 
 
 def launch_experts(c: Call, M: int, chosen: int) -> Launch:

@@ -219,15 +219,6 @@ def geometry(
     return Geometry(KERNEL, columns_and_rows, (WARP * cut.warps,), shared, defines)
 
 
-def two_axes(blocks: int) -> tuple[int, ...]:
-    """Return the axes y and z, or y alone, of a grid that has `blocks` blocks or more along them.
-
-    Blocks after the first `blocks` ones must do nothing.
-    """
-    planes = ceil(blocks / MAX_BLOCKS)
-    return (blocks,) if planes == 1 else (ceil(blocks / planes), planes)
-
-
 def itemsize_of(dtype: str) -> int:
     """Return the bytes per weight of this dtype, or per half of a hi/lo weight."""
     return 2 if dtype == HI_LO else BYTES.get(dtype, 1)

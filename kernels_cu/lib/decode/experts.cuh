@@ -2,7 +2,6 @@
 // (experts/tiles.cu) names an expert and some choices of this expert; the block reads the rows of x that made these
 // choices, and stores a row of out for each choice.
 #pragma once
-#include "lib/overlap.cuh"
 
 #ifndef DECODE_EXPERTS  // 0: no experts, rows of x are neighbours; else choice c is of row c / DECODE_EXPERTS of x
 #define DECODE_EXPERTS 0
@@ -21,21 +20,17 @@ __device__ __forceinline__ long long x_row(int r) { return r; }
 __device__ __forceinline__ bool is_missing(int r, int rows) { return DECODE_EXPERTS && r >= rows; }
 
 #if DECODE_EXPERTS
-// The work of a block: up to ROWS choices of a tile. tiles (T, 1 + places): along the axes y and z of the grid, the first
-// T blocks have the first ROWS choices of the tiles, the next T blocks the next choices. Blocks without work therefore
-// run last. An earlier kernel writes `tiles`, so the expert, and the place of its weights, are known only after the wait
-// for this kernel.
+// Up to ROWS choices of a tile (1 + places), from choice `first` on. An earlier kernel writes the tile, so the expert
+// and the place of its weights are known only after the wait for this kernel. All threads of the block call the
+// constructor. After its barrier, the block may overwrite the sums in shared memory of the previous tile.
 template <int ROWS>
 struct ExpertShare {
-    int expert;
-    int count;  // choices; 0: none, the block has no work
+    int expert;  // -1: the tile is after the last one
+    int count;   // number of choices
 
-    __device__ __forceinline__ ExpertShare(const int* tiles, int T, int places) {
+    __device__ __forceinline__ ExpertShare(const int* tile, int first, int places) {
         static_assert(ROWS <= 16, "the block's choices");
-        let_next_start();
-        wait_for_previous();
-        const int share = blockIdx.y + gridDim.y * blockIdx.z, at = share / T * ROWS + (int)threadIdx.x;
-        const int* const tile = tiles + (long long)(share % T) * (1 + places);
+        const int at = first + threadIdx.x;
         const int choice = threadIdx.x < ROWS && at < places ? __ldcg(tile + 1 + at) : -1;
         expert = __ldcg(tile);
         if (choice >= 0) choices[threadIdx.x] = choice;

@@ -11,10 +11,11 @@
 //
 // A block computes the same sums as matmul/decode/mma.cu, in the order of lib/decode/order.cuh. The result of a choice
 // therefore has the bits of matmul/decode/mma.cu with this row and this expert's matrix, whatever other rows there are.
-// Blocks cannot load weights before the wait for the previous kernel, because an earlier kernel writes the tiles.
+// Blocks cannot load weights before the wait for the previous kernel, because an earlier kernel writes the tiles. A
+// block loops over tiles and stops at the first one without choices, as all tiles after it have none.
 //
-// grid (ceil(N / DECODE_COLUMNS), with DECODE_UP ceil(2 N / DECODE_COLUMNS); y; z), where y z is at least
-// tiles * ceil(places / DECODE_ROWS), block (32 * WARPS). The Python module `experts` computes the geometry. The size of a row of W is a multiple of 16 bytes.
+// grid (ceil(N / DECODE_COLUMNS), with DECODE_UP ceil(2 N / DECODE_COLUMNS); any number), block (32 * WARPS). The
+// Python module `experts` computes the geometry. The size of a row of W is a multiple of 16 bytes.
 #ifndef DECODE_NORM
 #define DECODE_NORM 0
 #endif
@@ -34,11 +35,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_
     float* out,                          // (P, N)
     int N, int T, int places) {
     extern __shared__ float4 shared[];
-    const ExpertShare<DECODE_ROWS> share(tiles, T, places);
-    if (share.count == 0) return;
-    const long long first = (long long)share.expert * N;  // the first column of the expert
-    Input input{x, nullptr, nullptr, 0.0f, share.count, 0, reinterpret_cast<char*>(shared), 1.0f, nullptr, nullptr, {}};
-    float* const totals = reinterpret_cast<float*>(input.shared + Input::BYTES);
-    multiply(w + first * DECODE_K, up + (DECODE_UP ? first * DECODE_K : 0), scale ? scale + first : nullptr,
-             up_scale ? up_scale + first : nullptr, nullptr, 1.0f, input, ToChoices{out, N}, totals, N);
+    char* const rows = reinterpret_cast<char*>(shared);
+    float* const totals = reinterpret_cast<float*>(rows + Input::BYTES);
+    let_next_start();
+    wait_for_previous();
+    const int shares = (places + DECODE_ROWS - 1) / DECODE_ROWS;  // of a tile
+#pragma unroll 1
+    for (int i = blockIdx.y; i < T * shares; i += gridDim.y) {
+        const int* const tile = tiles + (long long)(i / shares) * (1 + places);
+        const ExpertShare<DECODE_ROWS> share(tile, i % shares * DECODE_ROWS, places);
+        if (share.expert < 0) return;
+        if (share.count == 0) continue;
+        const long long first = (long long)share.expert * N;  // the first column of the expert
+        Input input{x, nullptr, nullptr, 0.0f, share.count, 0, rows, 1.0f, nullptr, nullptr, {}};
+        multiply(w + first * DECODE_K, up + (DECODE_UP ? first * DECODE_K : 0), scale ? scale + first : nullptr,
+                 up_scale ? up_scale + first : nullptr, nullptr, 1.0f, input, ToChoices{out, N}, totals, N);
+    }
 }

@@ -385,13 +385,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_
 
 // Launched by operation (variant): experts_gated (experts gated gguf), experts_down (experts down gguf)
 extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_gguf_experts(
-    const float* x,            // (M, K), or with DECODE_EXPERTS 1 (P, K)
-    const int* tiles,          // (T, 1 + places)
-    const W* __restrict__ w,   // (E N, K), GGUF blocks of one type; N is a multiple of 16
-    const W* __restrict__ up,  // (E N, K), GGUF blocks, with DECODE_UP
-    float* out, int N, int T, int places) {  // out (P, N)
+    const float* x, const int* tiles,  // (M, K), or with DECODE_EXPERTS 1 (P, K); (T, 1 + places)
+    const W* __restrict__ w, const W* __restrict__ up,  // (E N, K), GGUF blocks of one type; N is a multiple of 16
+    float* out, int N, int T, int places) {             // (P, N)
 #if DECODE_EXPERTS
-    const ExpertShare<DECODE_ROWS> share(tiles, T, places);
+    let_next_start(), wait_for_previous();  // for the kernel that writes the tiles
+    const int i = blockIdx.y + gridDim.y * blockIdx.z;  // the first shares of all tiles, then the second ones, ...
+    const ExpertShare<DECODE_ROWS> share(tiles + (long long)(i % T) * (1 + places), i / T * DECODE_ROWS, places);
     if (share.count == 0) return;
     const long long first = (long long)share.expert * (N / 8) * gguf::OfRange<0>::Of::row_bytes(DECODE_K);
     const Weighted of{w + first, up + (DECODE_UP ? first : 0), nullptr, N};

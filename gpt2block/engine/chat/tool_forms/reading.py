@@ -67,6 +67,7 @@ class CallReader:
     thinking; None: thinking is text.
 
     count: number of calls that have begun. cut: whether the answer ended within its last call.
+    thoughts: ranges of characters of the answer between the texts around thinking.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class CallReader:
         self._at = 0  # number of characters of _text that the current step has read
         self._space = ""  # white space after the returned text, which is returned if text follows
         self.count, self.cut, self._after_call = 0, False, False
+        self.thoughts, self._characters = list[tuple[int, int]](), 0  # _characters: all so far
         self._found: list[Found] = []
         self._steps = self._all()
 
@@ -103,6 +105,7 @@ class CallReader:
         final: whether the answer ends here.
         """
         self._text += piece
+        self._characters += len(piece)
         self._final = final
         next(self._steps, None)
         found, self._found = self._found, []
@@ -148,7 +151,7 @@ class CallReader:
 
     def _thought(self) -> Step[bool]:
         """Return thinking from `_at` as it arrives, and whether its end has been read."""
-        begun = False
+        begun, first = False, self._characters - len(self._text) + self._at
         while True:
             self._drop()
             end: Any = self._think_end.search(self._text, partial=True)
@@ -159,11 +162,13 @@ class CallReader:
                 self._found.append(Thought(piece))
                 begun = True
             self._at = end.end() if ended else stop
-            if ended:
-                yield from self._matched(_SPACE, drops=True)
-            elif not self._final:
+            if not (ended or self._final):
                 yield
                 continue
+            last = len(self._text) - self._at + len(end[0].lstrip() if ended else "")
+            self.thoughts.append((first, self._characters - last))
+            if ended:
+                yield from self._matched(_SPACE, drops=True)
             self._drop()
             return ended
 
