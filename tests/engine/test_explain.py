@@ -258,7 +258,7 @@ def test_the_template_explains_every_step(plan: Any) -> None:
     assert page.data["model"]["growth"] == plan.config.scales.growth
     assert not re.search("GPT-2|Llama|nanochat", _part("steps.html"))  # a page is of one model
     for name, step in page.data["steps"].items():
-        assert f'<template id="about-{name}">' in page.html
+        assert f'<template id="about-{name.rpartition(".")[2]}">' in page.html
         assert f'<template id="formula-{step["op"]}"><math' in page.html
 
 

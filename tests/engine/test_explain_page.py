@@ -158,8 +158,9 @@ def pages(model: GPT2, path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         if name == "lfm2":  # the first and last block have a convolution, and no attention
             return of(Lfm2Config, conv_layers=(True, False, True), n_layer=3).explain([3, 1, 4])
         if name == "experts":
-            sizes = {"n_expert": 5, "n_expert_used": 2, "n_ff_expert": 8}
-            return of(Qwen3MoeConfig, **sizes).explain([3, 1, 4])
+            sizes = {"n_layer": 3, "n_expert": 5, "n_expert_used": 2, "n_ff_expert": 8}
+            layers = (True, True, False)
+            return of(Qwen3MoeConfig, **sizes, expert_layers=layers).explain([3, 1, 4])
         if name == "gemma3":
             return gemma3().explain(TEXT, layer=LAYER)
         return model.explain("x" if name == "one" else "To be " * 42)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ EXPERT_ENTRIES = 60_000  # maximum total of the experts of all layers and positi
 NEXT_TOKENS = 24  # number of next tokens that the page lists, although it has all logits
 Shapes = Mapping[str, tuple[int, ...]]
 Traced = Mapping[str, np.ndarray]
+Joined = tuple[Step, list[str]]  # a fused step, and the names of the steps that it joins
 
 
 def collect(
@@ -57,7 +57,7 @@ def collect(
     compared = {row.name.removesuffix(".0"): row for row in rows}
     plan = _Plan(config)
     files: dict[str, str] = {}
-    steps = {short: _step(plan, short, compared, files) for short in plan.short_names}
+    steps = {short: _step(plan, short, compared, files) for short in plan.steps}
     ops = [step["op"] for step in steps.values()]
     logits = traced["logits"][-1].astype(np.float32)
     if not np.isfinite(logits).all():
@@ -74,7 +74,7 @@ def collect(
         "text": _text(encoding, *ids.tolist()),
         "tokens": _tokens(encoding, ids, traced["logits"]),
         "texts": {str(i): _text(encoding, i) for i in sorted({*shown, *lens["ids"]})},
-        "plan": {"before": plan.before, "blocks": plan.blocks, "after": plan.after},
+        "plan": {name: getattr(plan, name) for name in ("before", "blocks", "kinds", "after")},
         "steps": steps,
         "functions": {op: sources.function_source(op) for op in dict.fromkeys(ops)},
         "files": files,
@@ -100,16 +100,21 @@ def check(config: ModelConfig, tokens: int, layer: int) -> int:
 class _Plan:
     """The steps of a forward pass before, in and after the blocks. blocks: a list for each layer.
 
-    Steps of the same name in several blocks are equal, except that attention may read rows of
-    queries only.
+    kinds: for each layer, the index of its first layer with equal names of steps. steps, joined: by
+    short names of steps, which begin with "KIND." in a layer that computes the step otherwise than
+    the first layer with this step. Attention may also read rows of queries only.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         kept = [step for step in model_steps(config) if step.op not in UNCOMPARED]
-        self.steps = {_short(step.name): step for step in reversed(kept)}
+        self.steps: dict[str, Step] = {}
+        for step in kept:
+            self.steps.setdefault(_short(step.name), step)
         self.blocks: list[list[str]] = []
-        self.joined: dict[str, tuple[Step, list[str]]] = {}
+        self.kinds: list[int] = []
+        self.joined: dict[str, Joined] = {}
+        self._facts: dict[str, object] = {}
         for n in range(config.n_layer):
             h, before = f"h.{n}.", f"h.{n - 1}.output" if n else "embedding"
             block = [step for step in kept if step.name.startswith(h)]
@@ -117,15 +122,23 @@ class _Plan:
             if names not in self.blocks:
                 fused = [s for s in fused_steps(config, h, before) if s.op not in UNCOMPARED]
                 joined = sources.joined_steps(block, fused)
-                self.joined |= {_short(name): found for name, found in joined.items()}
+                for step in block:
+                    self._add(n, step, joined.get(step.name))
             self.blocks.append(names)
+            self.kinds.append(self.blocks.index(names))
         outer = [step.name for step in kept if not step.name.startswith("h.")]
         first = next(n for n, step in enumerate(kept) if step.name.startswith("h."))
         self.before, self.after = outer[:first], outer[first:]
 
-    @property
-    def short_names(self) -> list[str]:
-        return [*self.before, *dict.fromkeys(chain(*self.blocks)), *self.after]
+    def _add(self, kind: int, step: Step, joined: Joined | None) -> None:
+        """Add a step of layer `kind`, the first one with this kind of block."""
+        short = _short(step.name)
+        facts = step.op, joined and (joined[0].op, [*map(_short, joined[1])])
+        if self._facts.setdefault(short, facts) != facts:
+            short = f"{kind}.{short}"
+        self.steps.setdefault(short, step)
+        if joined is not None:
+            self.joined.setdefault(short, joined)
 
 
 def _short(name: str) -> str:
@@ -161,7 +174,7 @@ def _step(
         "op": sources.function_of(step),
         "number": step.attrs.get("softmax_scale", step.attrs.get("factor")),
         "gate": next((each for each in ("gelu", "sigmoid") if step.attrs.get(each)), "silu"),
-        "adds": step.op in ("add", "rmsnorm_add"),
+        "adds": step.op in ("add", "rmsnorm_add", "add_experts"),
         "kernels": kernels,
         "joins": [_short(name) for name in names],
     }

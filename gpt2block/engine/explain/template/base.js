@@ -1,6 +1,8 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const {model, tokens, steps, tensors} = data;
+const {model, tokens, tensors} = data;
+// The data of a step in the selected block. Names of a block that computes the step in another way begin with its kind.
+const steps = new Proxy(data.steps, {get: (all, step) => all[`${plan.kinds[state.layer]}.${step}`] ?? all[step]});
 const plan = {...data.plan, get block() { return this.blocks[state.layer]; }};  // block: the steps of the selected block
 const attends = layer => plan.blocks[layer].includes("attn");
 const attending = () => attends(state.layer) ? state.layer : data.opened.attention.layer;  // the block whose attention is shown

@@ -12,7 +12,7 @@ function drawFlow() {
     flowButton("next", "next token", quoted(textOf(data.next.shown[0])), () => byId("next").scrollIntoView()));
 }
 const fusedLetters = (() => {  // step → letter of its group; a group is one kernel in the fused plan
-  const groups = [...new Set(plan.blocks.flat().map(step => steps[step].joins.join()))].filter(group => group.includes(","));
+  const groups = [...new Set(Object.values(data.steps).map(({joins}) => joins.join()))].filter(group => group.includes(","));
   return step => { const at = groups.indexOf(steps[step].joins.join()); return at < 0 ? "" : "ABCDEFGH"[at]; };
 })();
 function stepButton(step) {
