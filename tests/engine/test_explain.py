@@ -260,6 +260,8 @@ def test_the_template_explains_every_step(plan: Any) -> None:
     for name, step in page.data["steps"].items():
         assert f'<template id="about-{name.rpartition(".")[2]}">' in page.html
         assert f'<template id="formula-{step["op"]}"><math' in page.html
+    for name in {each for block in page.data["plan"]["blocks"] for each in block}:
+        assert f"\n  {name}: () =>" in _part("walk.js"), name
 
 
 def test_downsampling_keeps_what_is_largest() -> None:

@@ -1,5 +1,6 @@
 // ---- a walk through the block: one sentence for each step, for the selected token
 const widthOf = step => tensors[tensorName(step)].shape[1].toLocaleString("en");
+const hasDelta = () => plan.block.includes("delta");
 const hasExperts = () => data.experts?.layers.includes(state.layer);
 const readToken = () => `token ${state.position} ${quoted(tokens[state.position].text)}`;
 const WALK = {
@@ -12,8 +13,14 @@ const WALK = {
   rms_in: () => `The ${widthOf("rms_in")} numbers of each token in the residual stream are divided by their root mean square, then multiplied by γ.`,
   bcx: () => `One product turns them into ${widthOf("bcx")} numbers: B, C and x, each with a number for every channel of the convolution.`,
   conv: () => `In each channel, B · x of ${readToken()} and of the tokens just before it are added with the weights of the channel, and the sum is multiplied by C.`,
-  proj: () => `A product mixes ${attends(state.layer) ? "the means of all heads" : "all channels"} into ${widthOf("proj")} numbers.`,
-  x1: () => `They are added to the residual stream: the vector of ${readToken()} now has what ${attends(state.layer) ? "attention" : "the convolution"} read from other tokens.`,
+  in: () => `One product turns them into ${widthOf("in")} numbers: queries, keys and values of the delta net, and z.`,
+  ba: () => "Another product of the same vector computes b and a of each head: how much of the matrix S the token changes, and how much of S remains.",
+  delta: () => `In each head, every token up to ${readToken()} has changed S, so that S maps keys to values; the query reads S.`,
+  normed: () => "Each head is divided by its root mean square, and its channels are multiplied by the SiLU of z.",
+  g: () => `One product turns them into ${widthOf("g")} gates of attention's result.`,
+  heads: () => "The result of attention is multiplied by the sigmoid of its gates.",
+  proj: () => `A product mixes ${attends(state.layer) ? "the means of all heads" : hasDelta() ? "all heads" : "all channels"} into ${widthOf("proj")} numbers.`,
+  x1: () => `They are added to the residual stream: the vector of ${readToken()} now has what ${attends(state.layer) ? "attention" : hasDelta() ? "the delta net" : "the convolution"} read from other tokens.`,
   ln2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
   rms2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
   ff1: () => `A product expands each token's vector to ${widthOf("ff1")} channels; in this half of the block, each token is computed by itself.`,
