@@ -65,7 +65,7 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     outputs, possible = p.N * (1 + p.up), mma.PAIRED_COLUMNS if p.up else mma.COLUMNS
     few, floats = p.choices <= FEW_CHOICES, p.dtype == "float32"
     columns = tuple(n for n in possible if n <= NARROW or not few)
-    instead = ": use weights of another dtype, or device='cpu'"
+    instead = blocks.INSTEAD_OF_EXPERTS
     refused = mma.refusal(p.dtype, p.K, instead)
     if refused:
         return refused
@@ -80,9 +80,9 @@ def plan(p: ExpertProduct) -> Geometry | Refusal:
     geometry = mma.geometry(rows, outputs, p.K, p.dtype, cut=cut, **card)
     if geometry is None:
         return Refusal(f"K {p.K:,}: a row does not fit in shared memory{instead}")
-    blocks = geometry.grid[0]
-    tiles = min(p.T, ceil(MOST_BLOCKS * card["sms"] / blocks))
-    return geometry._replace(kernel="decode_mma_experts", grid=(blocks, tiles))
+    across = geometry.grid[0]
+    tiles = min(p.T, ceil(MOST_BLOCKS * card["sms"] / across))
+    return geometry._replace(kernel="decode_mma_experts", grid=(across, tiles))
 
 
 def _product(c: Call, M: int, chosen: int) -> Launch:
@@ -157,7 +157,7 @@ def _down_blocks(c: Call) -> Launch:
 def _added(c: Call) -> Launch:
     width = gcd(FOUR, c.N)
     c.check_addresses("y", "residual", "out", loaded=width)
-    grid = (ceil(c.N / width / ADDING), c.M)
+    grid = (c.M, ceil(c.N / width / ADDING))
     geometry = Geometry("add_experts", grid, (ADDING,), 0, (("ADD_WIDTH", width), *_used(c)))
     return launch_at(TILES, geometry, (c.y, c.routes, c.residual, c.output("out"), c.N))
 
@@ -170,14 +170,19 @@ def _used(c: Call) -> Defines:
 def _prepare_route(unchecked: UncheckedCall) -> Call:
     """Check a call of `route`."""
     c = unchecked.checked()
-    most = min(c.E, MAX_USED)
-    check_integer("n_used", c.n_used, 1, most, f"1 to {most}")
-    if c.C % FOUR or c.E > MAX_EXPERTS:
-        raise InputError(
-            f"router: expected, on a GPU, up to {MAX_EXPERTS} experts, and a multiple of "
-            f"{FOUR} channels, got ({c.E}, {c.C}): device='cpu' computes all sizes"
-        )
+    check_integer("n_used", c.n_used, 1, c.E, f"1 to {c.E}")
+    check_sizes(c.C, c.E, c.n_used)
     return c
+
+
+def check_sizes(C: int, n_expert: int, n_used: int) -> None:
+    """Raise InputError unless kernels can choose n_used of n_expert experts for C channels."""
+    if C % FOUR or n_expert > MAX_EXPERTS or n_used > MAX_USED:
+        raise InputError(
+            f"router: expected, on a GPU, up to {MAX_EXPERTS} experts, of which a token uses up to "
+            f"{MAX_USED}, and a multiple of {FOUR} channels, got {n_expert:,} experts, {n_used:,} "
+            f"used, {C:,} channels: device='cpu' computes all sizes"
+        )
 
 
 def _prepare_tiles(unchecked: UncheckedCall) -> Call:
@@ -195,7 +200,8 @@ def _prepare_gated(unchecked: UncheckedCall) -> Call:
     c = _prepare_product(unchecked)
     c.w, c.up = c.w_gate, c.w_up
     if c.up.dtype != c.w.dtype:
-        raise InputError(f"w_up: {c.up.dtype}: expected {c.w.dtype}, as w_gate has")
+        expected = f"{c.w.dtype}, as w_gate has{blocks.INSTEAD_OF_EXPERTS}"
+        raise InputError(f"w_up: {c.up.dtype}: expected {expected}")
     return _checked_product(c, _gated, _gated_blocks)
 
 
@@ -217,8 +223,8 @@ def _checked_product(c: Call, others: Variant, of_blocks: Variant) -> Call:
     c.order = (of_blocks if c.w.dtype == GGUF else others,)
     c.rounded = rounds(c.x_dtype, c.w.dtype)
     if any(w is not None and w.input_order is not None for w in (c.w, c.up)):
-        raise InputError("w: inputs in an order of their own: expected the order of x: use a dtype "
-                         "such as bfloat16 instead of file")  # fmt: skip
+        expected = f"the order of x{blocks.INSTEAD_OF_EXPERTS}"
+        raise InputError(f"w: inputs in an order of their own: expected {expected}")
     if c.w.N % c.n_expert:
         raise InputError(f"w: {c.w.N:,} outputs: expected a multiple of {c.n_expert} experts")
     if c.T == 0 or c.R < 2:

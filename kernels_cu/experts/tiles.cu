@@ -15,7 +15,7 @@
 // Counts are integers, so the order of atomic additions does not show in the result.
 //
 // expert_tiles: grid (E), block (any multiple of 32, up to 512), E ints of dynamic shared memory. add_experts: grid
-// (ceil(N / ADD_WIDTH / 256), M), block (256).
+// (M, ceil(N / ADD_WIDTH / 256)), block (256).
 #include "lib/fresh.cuh"
 #include "lib/overlap.cuh"
 
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256) add_experts(
     const float* residual,  // (M, N); may be out
     float* out,             // (M, N)
     int N) {
-    const int m = blockIdx.y, n = (blockIdx.x * blockDim.x + threadIdx.x) * ADD_WIDTH;
+    const int m = blockIdx.x, n = (blockIdx.y * blockDim.x + threadIdx.x) * ADD_WIDTH;
     let_next_start();
     wait_for_previous();
     if (n >= N) return;

@@ -273,6 +273,13 @@ def test_a_kv_cache_is_of_the_frequencies_of_its_model() -> None:
             model([1, 2], other.new_cache())
 
 
+def test_a_mixture_too_large_for_kernels_is_refused_before_weights_are_read() -> None:
+    for sizes in ({"n_expert": 513}, {"n_expert": 40, "n_expert_used": 33}, {"n_embd": 66}):
+        config = OlmoeConfig(**{**SIZES, **sizes})
+        with running_on("forward"), pytest.raises(InputError, match=r"router: .* device='cpu'"):
+            Model.from_tensors(config, iter(()), "cuda", "bfloat16")
+
+
 def assert_chunks_have(model: Any, rows: list[Any], near: Any, limit: float) -> None:
     """Assert that prompts that continue in chunks have nearly the given logits."""
     cache = model.new_cache(2)

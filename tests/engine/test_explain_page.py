@@ -21,6 +21,7 @@ from gpt2block.errors import printable
 from gpt2block.files.parameters.arrays import random_model
 from gpt2block.models.architectures.gemma3 import Gemma3Config
 from gpt2block.models.architectures.lfm2 import Lfm2Config
+from gpt2block.models.architectures.qwen3_moe import Qwen3MoeConfig
 from gpt2block.sampling import Sampling, masses
 from tests.devices import slow
 from tests.engine.test_explain import EVIL, LLAMA, of, tokens_of
@@ -156,6 +157,9 @@ def pages(model: GPT2, path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             return Llama(LlamaWeights.random(0, LLAMA), "cpu").explain([3, 1, 4, 1, 5])
         if name == "lfm2":  # the first and last block have a convolution, and no attention
             return of(Lfm2Config, conv_layers=(True, False, True), n_layer=3).explain([3, 1, 4])
+        if name == "experts":
+            sizes = {"n_expert": 5, "n_expert_used": 2, "n_ff_expert": 8}
+            return of(Qwen3MoeConfig, **sizes).explain([3, 1, 4])
         if name == "gemma3":
             return gemma3().explain(TEXT, layer=LAYER)
         return model.explain("x" if name == "one" else "To be " * 42)

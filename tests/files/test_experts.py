@@ -16,6 +16,7 @@ from gpt2block import CheckpointError, InputError
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.adapters import Adapter
 from gpt2block.models.architectures.olmoe import OlmoeConfig
+from gpt2block.models.architectures.qwen3_moe import Qwen3MoeConfig
 from gpt2block.models.config import EXPERTS
 from gpt2block.models.weights.gguf import random_blocks
 from tests.adapters import USUAL, save_adapter
@@ -69,6 +70,36 @@ def test_wrong_experts(packs: bool, changes: Tensors, message: str, tmp_path: Pa
 
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(folder(tmp_path / "model", "qwen3_moe", change))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_shared_experts", 1), ("shared_expert_intermediate_size", 64), ("topk_group", 2),
+     ("scoring_func", "sigmoid"), ("routed_scaling_factor", 2.5)],
+)  # fmt: skip
+def test_settings_of_other_mixtures(key: str, value: object, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "olmoe", lambda tensors: tensors, **{key: value})
+    with pytest.raises(CheckpointError, match=f"config.json: {key}: expected null or .*, got "):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("kind", [OlmoeConfig, Qwen3MoeConfig])
+def test_keys_of_other_mixtures(kind: Any, tmp_path: Path) -> None:
+    """Keys whose value changes nothing are read; any other value is refused by the key's name."""
+    made = Random(kind(**OF_LLAMA, n_expert=4, n_expert_used=2))
+    metadata, tensors = gguf_writer.metadata_of(made), gguf_writer.tensors_of(made)
+    normed = kind is Qwen3MoeConfig
+    for n, (key, neutral, other) in enumerate((
+        ("expert_shared_count", 0, 1), ("expert_shared_feed_forward_length", 0, 64),
+        ("expert_gating_func", 1, 2), ("expert_weights_norm", normed, not normed),
+    )):  # fmt: skip
+        named = f"{metadata['general.architecture']}.{key}"
+        paths = [tmp_path / f"{n}.{value}.gguf" for value in ("neutral", "other")]
+        for path, value in zip(paths, (neutral, other), strict=True):
+            gguf_writer.write(path, metadata | {named: value}, tensors, lambda _: "F32")
+        assert Checkpoint.open(paths[0]).config.experts == made.config.experts
+        with pytest.raises(CheckpointError, match=f"{named}: {other} is not supported"):
+            Checkpoint.open(paths[1])
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ from gpt2block.models.weights.matrix import on_host
 from gpt2block.ops.attention import appends_to_cache
 from gpt2block.ops.attention_cached import continues_exactly
 from gpt2block.ops.delta import check_heads
+from gpt2block.ops.experts import check_sizes
 from gpt2block.ops.linear import workspace_floats
 
 TOKENS_AT_ONCE = 8192  # maximum tokens of a prefill of several sequences
@@ -104,6 +105,8 @@ class CudaModel(CudaWeights):
         super().__init__(config, formats, f"cuda:{device}")
         if (nets := config.delta_nets) is not None:
             check_heads(nets.n_k_head, nets.n_v_head, nets.k_size, nets.v_size)
+        if (experts := config.experts) is not None:
+            check_sizes(config.n_embd, experts.n_expert, experts.n_used)
         self.device, self._shard = device, shard
         self._architecture, self._settings = architecture_of(config), PassSettings.of(config)
         if shard is not None:

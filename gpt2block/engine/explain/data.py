@@ -34,6 +34,7 @@ OPENED_VALUES = 450_000  # maximum values of attention and products in the detai
 OPENED_AND_WEIGHTS = 1_090_000  # maximum sum of these values and all attention weights
 LENS_ENTRIES = 60_000  # maximum total of logit-lens entries of all layers and positions
 LENS_TOP = 5
+EXPERT_ENTRIES = 60_000  # maximum total of the experts of all layers and positions
 NEXT_TOKENS = 24  # number of next tokens that the page lists, although it has all logits
 Shapes = Mapping[str, tuple[int, ...]]
 Traced = Mapping[str, np.ndarray]
@@ -80,6 +81,7 @@ def collect(
         "tensors": _tensors(config, exact, traced, compared, plan, layer),
         "attention": attention,
         "lens": lens,
+        "experts": _experts(config, {**exact, **traced}),
         "opened": opened(engine, {**exact, **traced}, layer, values),
         "next": {"logits": b64encode(logits.astype("<f4").tobytes()).decode(), "shown": shown},
     }
@@ -299,6 +301,25 @@ def _lens(engine: TracedEngine, traced: Traced) -> dict[str, Any]:
         "top": top,
         "ids": lens.ids.ravel().tolist(),
         **grids.encoded(lens.probabilities.ravel()),
+    }
+
+
+def _experts(config: ModelConfig, traced: Traced) -> dict[str, Any] | None:
+    """Return the experts of each layer, at the last positions that fit on the page.
+
+    numbers and weights (the encoded values) are in the order (layers, positions, used).
+    """
+    if (of := config.experts) is None:
+        return None
+    layers, used = np.flatnonzero(of.layers).tolist(), of.n_used
+    kept = max(1, EXPERT_ENTRIES // (len(layers) * used))
+    routes = np.stack([traced[f"h.{n}.routes"][-kept:] for n in layers])
+    return {
+        "layers": layers,
+        "positions": routes.shape[1],
+        "used": used,
+        "numbers": routes[..., :used].astype(int).ravel().tolist(),
+        **grids.encoded(routes[..., used:].ravel()),
     }
 
 

@@ -18,8 +18,8 @@ FRAME_HEIGHT = 900  # height of the frame in a notebook, in pixels
 # JavaScript files that are joined to one script in this order: each file uses definitions of
 # earlier files, and start.js draws the page.
 SCRIPTS = (
-    "base", "heatmap", "tokens", "forward", "walk", "step", "product", "code", "attention",
-    "opened", "lens", "next", "start",
+    "base", "heatmap", "tokens", "forward", "walk", "experts", "step", "product", "code",
+    "attention", "opened", "lens", "next", "start",
 )  # fmt: skip
 # An unescaped "<" in a text could end the script element that holds the data, or start a comment.
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}

@@ -41,6 +41,9 @@ class Qwen3MoeConfig(MixtureConfig, Qwen3Config):
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         **MixtureConfig.GGUF_KEYS, "expert_feed_forward_length": "n_ff_expert"
     }  # fmt: skip
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {
+        **MixtureConfig.GGUF_NEUTRAL, "expert_weights_norm": True
+    }  # fmt: skip
 
     n_expert: int = 128
     norm_topk_prob: bool = True  # in all GGUF files, which have no key for it

@@ -8,10 +8,31 @@ from typing import ClassVar
 
 from gpt2block.checks import check_count, set_fields
 from gpt2block.errors import InputError
-from gpt2block.models.config import ALL_LIMITS, EXPERTS, Experts, ModelConfig, Shapes
+from gpt2block.models.config import (
+    ALL_LIMITS,
+    EXPERTS,
+    Experts,
+    ModelConfig,
+    Settings,
+    Shapes,
+)
 from gpt2block.models.config.llama import LlamaConfig
 
 DENSE = "w_gate", "w_up", "w_down"  # matrices of a feed-forward without experts
+_CHOSEN = "a router chooses all experts that a token uses"
+_OF_ALL = "a router chooses among all experts of a layer"
+# Keys of config.json that change the result of other mixtures of experts
+OF_OTHER_MIXTURES: Settings = (
+    ("n_shared_experts", (None, 0), _CHOSEN),
+    ("num_shared_experts", (None, 0), _CHOSEN),
+    ("shared_expert_intermediate_size", (None, 0), _CHOSEN),
+    ("n_group", (None, 1), _OF_ALL),
+    ("topk_group", (None, 1), _OF_ALL),
+    ("scoring_func", (None, "softmax"), "scores of experts are a softmax"),
+    ("routed_scaling_factor", (None, 1), "weights of experts have no factor"),
+    ("first_k_dense_replace", (None, 0), "this key names no layers without experts"),
+    ("moe_layer_freq", (None, 1), "this key names no layers without experts"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +50,14 @@ class MixtureConfig(LlamaConfig):
         "n_expert_used": ("num_experts_per_tok",),
     }
     FLAGS: ClassVar[tuple[str, ...]] = (*ModelConfig.FLAGS, "attention_bias", "norm_topk_prob")
+    SETTINGS: ClassVar[Settings] = (*LlamaConfig.SETTINGS, *OF_OTHER_MIXTURES)
     GGUF_KEYS: ClassVar[Mapping[str, str]] = {
         "expert_count": "n_expert", "expert_used_count": "n_expert_used"
+    }  # fmt: skip
+    GGUF_NEUTRAL: ClassVar[Mapping[str, object]] = {
+        "expert_shared_count": 0, "expert_shared_feed_forward_length": 0,
+        "expert_gating_func": 1,  # softmax
+        "expert_weights_norm": False,
     }  # fmt: skip
 
     n_expert: int = 64

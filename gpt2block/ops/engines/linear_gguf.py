@@ -15,7 +15,16 @@ from gpt2block.cuda.kernels import Geometry, Launch, launch_at, nonzero_defines,
 from gpt2block.models.weights.gguf import BORDER, ROW_GROUP, TYPES, GgufMatrix
 from gpt2block.ops.call import Call, Refusal, accept, needs
 from gpt2block.ops.engines.epilogues import Epilogue
-from gpt2block.ops.engines.linear_mma import FLOAT, MAX_SPLITS, RMSNORM, STATIC, TERMS, UNIT, splits
+from gpt2block.ops.engines.linear_mma import (
+    FLOAT,
+    MAX_BLOCKS,
+    MAX_SPLITS,
+    RMSNORM,
+    STATIC,
+    TERMS,
+    UNIT,
+    splits,
+)
 from gpt2block.ops.engines.rows import WARP, power_of_two
 from gpt2block.ops.gguf import range_defines, sums_of
 from gpt2block.ops.operands import CHUNK, IN_ORDER, count_define
@@ -24,6 +33,7 @@ from gpt2block.ops.products import Matmul, gate_define, limits, room, same_types
 FILE, KERNEL = "matmul/decode/mma_gguf.cu", "decode_mma_gguf"
 DIVIDED = f"{KERNEL}_parts"  # the kernel whose blocks divide K, and exchange sums in memory
 OF_EXPERTS = f"{KERNEL}_experts"  # the kernel whose blocks have rows and matrix of an expert
+INSTEAD_OF_EXPERTS = ": use weights of another dtype, such as bfloat16, or device='cpu'"
 TURNS = 12  # maximum groups of columns per block of an expert, as tiles of rows can be empty
 COUNTERS = 1024  # counters before these sums
 PARTS = 4, 2  # possible numbers of blocks that divide K
@@ -393,11 +403,18 @@ def plan_of_experts(
         (w.N % (n_expert * BORDER), f"{w.N:,} outputs of {n_expert} experts: expected a multiple "
          f"of {BORDER} outputs for each"),
     )  # fmt: skip
-    found = refused or geometry(
+    if refused:
+        return Refusal(refused.reason + INSTEAD_OF_EXPERTS)
+    found = geometry(
         most, w.K, ((types[0], w.N // n_expert),), up=len(blocks) > 1, tiles=T,
         terms=1 if rounded else TERMS, clusters=False, **limits(STATIC),
     ) or _too_long(w.K)  # fmt: skip
-    return found if isinstance(found, Refusal) else found._replace(kernel=OF_EXPERTS)
+    if isinstance(found, Refusal):
+        return found
+    across, shares = found.grid
+    planes = ceil(shares / MAX_BLOCKS)  # of the grid, along its third axis
+    axes = (ceil(shares / planes), planes) if planes > 1 else (shares,)
+    return found._replace(kernel=OF_EXPERTS, grid=(across, *axes))
 
 
 def launch_experts(c: Call, M: int, chosen: int) -> Launch:

@@ -21,7 +21,9 @@ function drawDetail() {
     el("header", {}, el("h3", {id: "step-title"}, inBlock(step) ? `${at + 1} · ${step}` : step), el("span", {class: "muted mono"}, `${op}${inBlock(step) ? ` · block ${state.layer}` : ""}`)),
     about, formula,
     el("p", {class: "shapes"}, `${inputs} → ${step} ${shape(tensor.shape)}`), numbers(tensor), el("p", {class: "note"}, fusion(step)));
-  byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor)), drawProduct(step), drawCode(step));
+  const experts = step === "routes" ? el("div", {class: "scroll"}, el("table", {class: "lens", id: "experts"})) : "";
+  byId("detail").replaceChildren(neighbours(), left, el("div", {}, ...drawTensor(step, tensor), experts), drawProduct(step), drawCode(step));
+  drawExperts();
 }
 function neighbours() {  // buttons for the previous and the next step, perhaps in another block
   const layers = Array.from({length: model.n_layer}, (_, layer) => plan.blocks[layer].map(step => ({step, layer})));

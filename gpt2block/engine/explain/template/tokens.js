@@ -31,6 +31,7 @@ function selectPosition(position) {
   });
   byId("token-readout").textContent = byId("strip").children[position].getAttribute("aria-label");
   drawAttended();
+  drawExperts();
   showProduct(position);
   drawLens();
 }

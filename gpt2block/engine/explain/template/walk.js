@@ -1,5 +1,6 @@
 // ---- a walk through the block: one sentence for each step, for the selected token
 const widthOf = step => tensors[tensorName(step)].shape[1].toLocaleString("en");
+const hasExperts = () => data.experts?.layers.includes(state.layer);
 const readToken = () => `token ${state.position} ${quoted(tokens[state.position].text)}`;
 const WALK = {
   ln1: () => `The ${widthOf("ln1")} numbers of each token in the residual stream are shifted and scaled to mean 0 and variance 1, then multiplied by γ and shifted by β.`,
@@ -17,20 +18,21 @@ const WALK = {
   rms2: () => "The sum is normalized like the block's input, before the feed-forward network reads it.",
   ff1: () => `A product expands each token's vector to ${widthOf("ff1")} channels; in this half of the block, each token is computed by itself.`,
   gelu: () => "The GELU keeps large positive numbers and brings negative ones close to 0: without it, two products would be no more than one.",
+  routes: () => `The router scores all experts, and ${readToken()} uses the ${data.experts.used} with the highest scores; the scores become weights of their results.`,
   gate: () => `A product computes ${widthOf("gate")} gates for each token; in this half of the block, each token is computed by itself.`,
   up: () => `Another product of the same vector computes ${widthOf("up")} numbers, one for each gate.`,
-  ff: () => `Each number is multiplied by the ${steps.ff.gate === "gelu" ? "GELU" : "SiLU"} of its gate, which is close to 0 for a negative gate and close to the gate for a large one.`,
+  ff: () => hasExperts() ? `Each chosen expert computes gates and numbers by two products of the same vector, and multiplies each number by the SiLU of its gate: ${widthOf("ff")} numbers of all these experts.` : `Each number is multiplied by the ${steps.ff.gate === "gelu" ? "GELU" : "SiLU"} of its gate, which is close to 0 for a negative gate and close to the gate for a large one.`,
   fc: () => `A product expands each token's vector to ${widthOf("fc")} channels; in this half of the block, each token is computed by itself.`,
   relu2: () => "Positive numbers are squared and negative ones become 0: without it, two products would be no more than one.",
   ff2: () => `A product brings them back to ${widthOf("ff2")} channels.`,
-  down: () => `A product brings them back to ${widthOf("down")} channels.`,
+  down: () => hasExperts() ? "A product for each of these experts brings its numbers back to the width of the residual stream." : `A product brings them back to ${widthOf("down")} channels.`,
   queries: () => `One product turns them into ${widthOf("queries")} numbers: the queries of ${model.n_head} heads. Keys and values are those of an earlier block.`,
   q_rope: () => "Every query is divided by its root mean square, multiplied by γ, and rotated by angles that grow with its position.",
   x2: () => "They are divided by their root mean square, multiplied by γ, and added to the residual stream.",
   layer_gate: () => `A product computes ${widthOf("layer_gate")} gates for each token, for the row that the token has for this block.`,
   layer_ff: () => "Each number of the row is multiplied by the GELU of its gate.",
   layer_proj: () => `A product brings them back to ${widthOf("layer_proj")} channels.`,
-  output: () => `They are added to the residual stream, which ${state.layer + 1 < model.n_layer ? `block ${state.layer + 1}` : plan.after[0]} reads next.`,
+  output: () => `They are ${hasExperts() ? "multiplied by the weights of their experts and " : ""}added to the residual stream, which ${state.layer + 1 < model.n_layer ? `block ${state.layer + 1}` : plan.after[0]} reads next.`,
 };
 let walking = false;
 function setUpWalk() {
