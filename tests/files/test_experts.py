@@ -15,6 +15,7 @@ import gpt2block
 from gpt2block import CheckpointError, InputError
 from gpt2block.files.checkpoints import Checkpoint
 from gpt2block.files.checkpoints.adapters import Adapter
+from gpt2block.models.architectures.lfm2_moe import Lfm2MoeConfig
 from gpt2block.models.architectures.olmoe import OlmoeConfig
 from gpt2block.models.architectures.qwen3_moe import Qwen3MoeConfig
 from gpt2block.models.config import EXPERTS
@@ -83,15 +84,24 @@ def test_settings_of_other_mixtures(key: str, value: object, tmp_path: Path) -> 
         Checkpoint.open(path)
 
 
-@pytest.mark.parametrize("kind", [OlmoeConfig, Qwen3MoeConfig])
+def test_settings_of_lfm2() -> None:
+    """LFM2's mixtures have a factor of weights, and the settings that LFM2 refuses."""
+    config = Checkpoint.open(GOLDEN / "lfm2_moe").config.to_hugging_face()
+    found = Lfm2MoeConfig.from_hugging_face({**config, "routed_scaling_factor": 2.5})
+    assert found.routed_scaling_factor == 2.5
+    with pytest.raises(CheckpointError, match="block_use_swiglu: expected true, got false"):
+        Lfm2MoeConfig.from_hugging_face({**config, "block_use_swiglu": False})
+
+
+@pytest.mark.parametrize("kind", [OlmoeConfig, Qwen3MoeConfig, Lfm2MoeConfig])
 def test_keys_of_other_mixtures(kind: Any, tmp_path: Path) -> None:
     """Keys whose value changes nothing are read; any other value is refused by the key's name."""
     made = Random(kind(**OF_LLAMA, n_expert=4, n_expert_used=2))
     metadata, tensors = gguf_writer.metadata_of(made), gguf_writer.tensors_of(made)
-    normed = kind is Qwen3MoeConfig
+    normed, function = kind is not OlmoeConfig, 1 + (kind is Lfm2MoeConfig)
     for n, (key, neutral, other) in enumerate((
         ("expert_shared_count", 0, 1), ("expert_shared_feed_forward_length", 0, 64),
-        ("expert_gating_func", 1, 2), ("expert_weights_norm", normed, not normed),
+        ("expert_gating_func", function, 3 - function), ("expert_weights_norm", normed, not normed),
     )):  # fmt: skip
         named = f"{metadata['general.architecture']}.{key}"
         paths = [tmp_path / f"{n}.{value}.gguf" for value in ("neutral", "other")]

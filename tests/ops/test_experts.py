@@ -148,7 +148,7 @@ def test_products(case: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @one_order
-def test_blocks_of_a_long_prompt(device: Any, monkeypatch: Any) -> None:
+def test_tiles_of_a_long_prompt(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than one axis of a grid has blocks are along two axes, with the same bits."""
     routes, x = draw(9, 4, 2), plain.normal(0, 9, 64)
     tiles = reference.expert_tiles(routes, n_expert=4, rows=4)

@@ -412,9 +412,9 @@ def plan_of_experts(
     if isinstance(found, Refusal):
         return found
     across, shares = found.grid
-    planes = ceil(shares / MAX_BLOCKS)  # blocks after the last share do nothing
-    along = (shares,) if planes == 1 else (ceil(shares / planes), planes)
-    return found._replace(kernel=OF_EXPERTS, grid=(across, *along))
+    planes = ceil(shares / MAX_BLOCKS)  # of the grid, along its third axis
+    axes = (ceil(shares / planes), planes) if planes > 1 else (shares,)
+    return found._replace(kernel=OF_EXPERTS, grid=(across, *axes))
 
 
 def launch_experts(c: Call, M: int, chosen: int) -> Launch:

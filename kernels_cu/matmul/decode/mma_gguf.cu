@@ -390,8 +390,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_mma_
     float* out, int N, int T, int places) {             // (P, N)
 #if DECODE_EXPERTS
     let_next_start(), wait_for_previous();  // for the kernel that writes the tiles
-    const int i = blockIdx.y + gridDim.y * blockIdx.z;  // the first shares of all tiles, then the second ones, ...
-    const ExpertShare<DECODE_ROWS> share(tiles + (long long)(i % T) * (1 + places), i / T * DECODE_ROWS, places);
+    const int own = blockIdx.y + gridDim.y * blockIdx.z;
+    const ExpertShare<DECODE_ROWS> share(tiles + (long long)(own % T) * (1 + places), own / T * DECODE_ROWS, places);
     if (share.count == 0) return;
     const long long first = (long long)share.expert * (N / 8) * gguf::OfRange<0>::Of::row_bytes(DECODE_K);
     const Weighted of{w + first, up + (DECODE_UP ? first : 0), nullptr, N};
