@@ -57,7 +57,7 @@ def answer(text: str) -> dict[str, str]:
 
 def test_random_actions(tmp_path: Path) -> None:
     """Random `stream`, `undo`, `clear`, copies and edits are compared with a list of messages."""
-    for number in range(25, 55):  # each planted bug shows at least twice
+    for number in range(25, 75):  # each planted bug shows at least twice
         with suppress(Refused):
             conversations.case(generator(1, "conversations", number), tmp_path)
 
