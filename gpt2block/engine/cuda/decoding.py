@@ -70,8 +70,9 @@ class CudaDecoding:
 
     def start(self, starts: Sequence[Start]) -> None:
         with self._model.running():
-            for start in starts:  # the kind of the steps depends on their slots' adapters
-                self._cache.adapters.begin(start.slot, start.adapter)
+            adapters = self._cache.adapters
+            for start in starts if adapters.tensors else ():  # they decide the kind of the steps
+                adapters.begin(start.slot, start.adapter)
             groups = list(_groups(starts)) if len(starts) > 1 else [starts]
             for group in groups:
                 self._start(group, last=group is groups[-1])

@@ -217,7 +217,7 @@ def prefill_starts(model: CudaPasses, cache: CudaCache, group: Sequence[Start], 
         for start in group:
             states.begin(start.slot, start.cached, len(start.ids))
     slots, cached = [start.slot for start in group], [start.cached for start in group]
-    adapted = cache.adapters.used(slots)
+    adapted = bool(cache.adapters.tensors) and cache.adapters.used(slots)
     new = [start.ids[start.cached :] for start in group]
     lengths = [len(ids) for ids in new]
     kind = start_kind(cache, sum(lengths), max(lengths), any(cached), len(slots))

@@ -118,7 +118,8 @@ class DecodingSteps:
         # With draft tokens, the number of slots is a power of two, which limits the recorded steps.
         most = 2 if together == 1 and self.stream_rows is None else 1
         count = min(rounded_up(len(slots), most), self.batch)
-        kind = count, changed, together, masked, self.adapters.used(slots)
+        adapted = bool(self.adapters.tensors) and self.adapters.used(slots)
+        kind = count, changed, together, masked, adapted
         if kind not in self._steps:
             model.recordings.meet()  # before memory is allocated
             self._steps[kind] = DecodingStep(model, self, *kind)

@@ -412,7 +412,7 @@ def plan_of_experts(
     if isinstance(found, Refusal):
         return found
     across, shares = found.grid
-    planes = ceil(shares / MAX_BLOCKS)  # of the grid, along its third axis
+    planes = ceil(shares / MAX_BLOCKS)  # along the third axis of the grid
     axes = (ceil(shares / planes), planes) if planes > 1 else (shares,)
     return found._replace(kernel=OF_EXPERTS, grid=(across, *axes))
 
