@@ -345,10 +345,6 @@ def _allocation(address: int) -> tuple[int, int] | None:
     return None
 
 
-def _do_nothing(self: object, *_: object, **options: object) -> None:
-    """Stand for methods of CuPy that have no effect on the CPU."""
-
-
 class Stream:
     """A stream. Calls run at once, but are recorded between begin_capture and end_capture."""
 
@@ -376,14 +372,19 @@ class Stream:
     def is_capturing(self) -> bool:
         return self._captured is not None
 
-    wait_event = synchronize = _do_nothing
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 class _Graph:
     def __init__(self, calls: tuple[Callable[[], object], ...]) -> None:
         self._calls = calls
 
-    upload = _do_nothing
+    def upload(self, stream: Stream) -> None:
+        pass
 
     def launch(self, stream: Stream | None = None) -> None:
         for call in self._calls:
@@ -392,7 +393,15 @@ class _Graph:
 
 class Event:
     ptr = 0
-    __init__ = record = synchronize = _do_nothing
+
+    def __init__(self, disable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 class Device:
@@ -403,10 +412,20 @@ class Device:
     attributes = ATTRIBUTES
     mem_info = (1 << 32, 1 << 32)  # (free bytes, total bytes)
 
-    __init__ = __exit__ = use = synchronize = _do_nothing
+    def __init__(self, index: int | None = None) -> None:
+        pass
 
     def __enter__(self) -> Device:
         return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def use(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 class _State(threading.local):
