@@ -14,8 +14,8 @@
 //   INT4_128 128    1           d (q - z)            4      as INT4
 //
 // d, m of Q4_1 and Q5_1, and dmin are float16. d of INT4 and INT4_128 is a float32 whose low 8 bits hold z: it has at
-// most 11 significant bits, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile. d of MXFP4 is
-// a power of two, of which a byte holds the exponent plus 128.
+// most 11 significant bits, as it was a float16 or bfloat16 number. A row of INT4_128 has one d in a tile. d of MXFP4
+// is a power of two, of which a byte holds the exponent plus 128.
 //
 // gguf.py in gpt2block/models/weights reorders the bytes of a file into the fragment layout of mma.sync. A tile is 8
 // rows by 128 values along K. From row g (0..7) and each chunk of 32 values along K, lane 4 g + t (t = 0..3) holds the
