@@ -22,8 +22,11 @@ from gpt2block.emulator.ptx import engine
 from tests.devices import EMULATED, device, small_blocks  # noqa: F401  (fixtures of every test)
 from tests.gpus import allocations, context_problem  # noqa: F401  (a fixture)
 
-# What differs between compilations: times in a log, and the folder of a process in PTX.
-OF_A_COMPILATION = re.compile(r"""Compile time = [\d.]+ ms|(?<=\.file)\\t\d+ \\"[^"]*/""")
+# Text that differs between compilations: the time, the folder of a file, and the last sections of
+# PTX, in JSON, which have debug information that names the working directory of the compiler.
+OF_A_COMPILATION = re.compile(
+    r"""Compile time = [\d.]+ ms|(?<=\.file)\\t\d+ \\"[^"]*/|\.section(?:[^"\\]|\\.)*"""
+)
 ON_GPU = pytest.StashKey[int]()  # number of tests that are deselected without --gpu
 CPU_SECONDS = pytest.StashKey[float]()  # CPU time of the workers and of their programs
 
