@@ -308,9 +308,9 @@ KINDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     )
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
-# Earlier versions write a second partial_rotary_factor, 0.25, next to another rope_parameters.
 MIXTURES = "qwen3_moe", "olmoe", "lfm2_moe"
-VERSIONS = {"qwen3_5_text": "5.20", **dict.fromkeys(MIXTURES, "5.24")}  # of `transformers`
+# Least versions of `transformers`; earlier ones write a second partial_rotary_factor for Qwen3.5.
+VERSIONS = {"qwen3_5_text": "5.20", **dict.fromkeys(MIXTURES, "5.24")}
 EAGER = {"attn_implementation": "eager"}
 # The products of all experts in one call need weights whose rows are multiples of 16 bytes.
 OPTIONS = dict.fromkeys(MIXTURES, EAGER | {"experts_implementation": "eager"})

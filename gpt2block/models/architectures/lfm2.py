@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.checks import check_count, check_number, set_fields
-from gpt2block.errors import CheckpointError, InputError, shown
+from gpt2block.errors import InputError
 from gpt2block.models.architectures import llama, qwen3
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.config import (
@@ -28,7 +28,7 @@ from gpt2block.models.config import (
     agreed,
     check_settings,
 )
-from gpt2block.models.config.llama import LlamaConfig, are_of_type, set_layers
+from gpt2block.models.config.llama import LlamaConfig, are_of_type, layers_in, set_layers
 
 KINDS = ("full_attention", "conv")
 MAX_TAPS = 8  # maximum terms of a convolution
@@ -132,9 +132,7 @@ def _conv_layers(config: Mapping[str, object], n_layer: int) -> tuple[bool, ...]
     kinds, full = config.get("layer_types"), config.get("full_attn_idxs")
     given = {} if kinds is None else {"layer_types": kinds}
     if full is not None:
-        if not isinstance(full, list) or not all(n in range(n_layer) for n in full):
-            raise CheckpointError(f"config.json: full_attn_idxs: expected a list of numbers below "
-                                  f"{n_layer}, got {shown(full)}")  # fmt: skip
+        full = layers_in("full_attn_idxs", full, n_layer)
         given["full_attn_idxs"] = [KINDS[n not in full] for n in range(n_layer)]
     return are_of_type(agreed(given) if given else [], KINDS)
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt2block.checks import check_count, set_fields
-from gpt2block.errors import CheckpointError, shown
 from gpt2block.models.architectures import llama, qwen3
 from gpt2block.models.architectures.architecture import Value
 from gpt2block.models.architectures.qwen3 import Qwen3Config
 from gpt2block.models.config import ALL_LIMITS, ModelConfig
-from gpt2block.models.config.llama import all_but_every, set_layers
+from gpt2block.models.config.llama import all_but_every, layers_in, set_layers
 from gpt2block.models.config.mixture import MixtureConfig
 
 STEP, DENSE_LAYERS = "decoder_sparse_step", "mlp_only_layers"
@@ -60,10 +59,8 @@ class Qwen3MoeConfig(MixtureConfig, Qwen3Config):
     def _fields_in(cls, config: Mapping[str, object]) -> dict[str, Any]:
         """Convert the content of a config.json to {field of this class: value}."""
         fields = super()._fields_in(config)
-        n_layer, dense = fields["n_layer"], config.get(DENSE_LAYERS) or []
-        if not isinstance(dense, list) or not all(n in range(n_layer) for n in dense):
-            raise CheckpointError(f"config.json: {DENSE_LAYERS}: expected a list of numbers below "
-                                  f"{n_layer}, got {shown(dense)}")  # fmt: skip
+        n_layer = fields["n_layer"]
+        dense = layers_in(DENSE_LAYERS, config.get(DENSE_LAYERS) or [], n_layer)
         others = all_but_every(check_count(STEP, config.get(STEP, 1)), n_layer)
         layers = tuple(not other and n not in dense for n, other in enumerate(others))
         return fields | {"expert_layers": layers}

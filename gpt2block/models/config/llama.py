@@ -538,6 +538,14 @@ def are_of_type(types: object, known: tuple[str, str]) -> tuple[bool, ...]:
     return tuple(each == known[1] for each in types)
 
 
+def layers_in(name: str, numbers: object, n_layer: int) -> list[int]:
+    """Return the numbers of layers that a config.json lists as `name`, or raise CheckpointError."""
+    if not isinstance(numbers, list) or not all(n in range(n_layer) for n in numbers):
+        raise CheckpointError(f"config.json: {name}: expected a list of numbers below {n_layer}, "
+                              f"got {shown(numbers)}")  # fmt: skip
+    return numbers
+
+
 def rope_objects(config: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """Return rope_scaling and rope_parameters of a config.json, by key, if they are not empty."""
     found = {}
